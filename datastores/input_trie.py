@@ -1,0 +1,190 @@
+"""What one request has seen so far (prompt and self-output), searchable at its end.
+
+SSSD's Algorithm 1 keeps a trie with counts over all positions, of which a step reads only the
+part under the last P tokens. Here each position links to the previous one with the same token,
+and with the same two tokens; a step follows the links from the end and builds just that part
+of the trie. The counts are the trie's, at a tenth of its memory and insertion cost.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numba import njit
+
+from .config import DatastoreError, RetrievalConfig
+
+_MIN_CAPACITY = 256
+_MAX_TOKEN = np.iinfo(np.int32).max
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class InputTrie:
+    """Tokens of one request, prompt first, then output as it is accepted.
+
+    Memory is about 28 bytes per token, doubling as it grows, for at most
+    config.max_input_tokens tokens; then the older half is forgotten. One thread at a time.
+    """
+
+    def __init__(self, config: RetrievalConfig | None = None) -> None:
+        self.config = config or RetrievalConfig()
+        self._seen = 0
+        self._size = 0
+        self._capacity = 0
+        self._grow(_MIN_CAPACITY)
+
+    def __len__(self) -> int:
+        """Tokens seen, those forgotten included."""
+        return self._seen
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32: the tokens that are kept, read-only."""
+        view = self._tokens[: self._size]
+        view.flags.writeable = False
+        return view
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        arrays = (self._tokens, self._same_one, self._same_two, self._last_one, self._last_two)
+        return sum(array.nbytes for array in arrays)
+
+    def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Appends tokens (ids >= 0, one-dimensional) in constant time each."""
+        new = as_token_ids(tokens, _MAX_TOKEN)
+        self._seen += new.size
+        limit = self.config.max_input_tokens
+        if self._size + new.size > limit:
+            kept = np.concatenate((self._tokens[: self._size], new))[-(limit + 1) // 2 :]
+            self._size = 0
+            self._last_one.fill(0)
+            self._last_two.fill(0)
+            new = kept
+        if self._size + new.size > self._capacity:
+            self._grow(max(self._size + new.size, 2 * self._capacity))
+        self._append(new)
+
+    def _append(self, new: np.ndarray) -> None:
+        _append(
+            self._tokens,
+            self._same_one,
+            self._same_two,
+            self._last_one,
+            self._last_two,
+            self._size,
+            new,
+        )
+        self._size += new.size
+        self._row[3] = self._size
+
+    def _grow(self, capacity: int) -> None:
+        kept = self._tokens[: self._size] if self._size else np.empty(0, np.int32)
+        self._capacity = 1 << (capacity - 1).bit_length()
+        self._tokens = np.empty(self._capacity, np.int32)
+        self._same_one = np.empty(self._capacity, np.int32)
+        self._same_two = np.empty(self._capacity, np.int32)
+        # Hash tables with open addressing, at most half full; an entry is a position + 1.
+        self._last_one = np.zeros(2 * self._capacity, np.int32)
+        self._last_two = np.zeros(2 * self._capacity, np.int32)
+        # What the compiled search needs: addresses of the three arrays and the size.
+        arrays = (self._tokens, self._same_one, self._same_two)
+        self._row = np.array([*(array.ctypes.data for array in arrays), 0], np.int64)
+        self._size = 0
+        self._append(kept)
+
+
+def as_token_ids(tokens: Sequence[int] | np.ndarray, largest: int) -> np.ndarray:
+    """One-dimensional int32 array of ids 0..largest, or DatastoreError."""
+    array = np.asarray(tokens)
+    if array.size == 0:
+        return np.empty(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DatastoreError(
+            f"tokens must be a one-dimensional list of whole numbers, got {array.ndim} "
+            f"dimension(s) of {array.dtype}"
+        )
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > largest:
+        wrong = low if low < 0 else high
+        raise DatastoreError(f"token id {wrong} is outside 0..{largest}, the vocabulary")
+    return np.ascontiguousarray(array, np.int32)
+
+
+@njit(cache=True, nogil=True)
+def _append(tokens, same_one, same_two, last_one, last_two, size, new):
+    mask = np.int64(last_one.size - 1)
+    for k in range(new.size):
+        position = size + k
+        token = new[k]
+        tokens[position] = token
+        slot = _slot(np.uint64(token), mask)
+        while last_one[slot] != 0 and tokens[last_one[slot] - 1] != token:
+            slot = (slot + 1) & mask
+        same_one[position] = last_one[slot] - 1
+        last_one[slot] = position + 1
+        same_two[position] = -1
+        if position > 0:
+            before = tokens[position - 1]
+            slot = _slot((np.uint64(before) << np.uint64(32)) | np.uint64(token), mask)
+            while last_two[slot] != 0:
+                other = last_two[slot] - 1
+                if tokens[other] == token and tokens[other - 1] == before:
+                    break
+                slot = (slot + 1) & mask
+            same_two[position] = last_two[slot] - 1
+            last_two[slot] = position + 1
+
+
+@njit(cache=True, nogil=True)
+def _slot(key, mask):
+    """Fibonacci hashing: the product's high bits depend on all of the key."""
+    return np.int64((key * _GOLDEN) >> np.uint64(32)) & mask
+
+
+@njit(cache=True, nogil=True)
+def find_occurrences(tokens, same_one, same_two, longest, limit, scan, found, lengths):
+    """Earlier occurrences of the last 1..longest tokens, longest match first, then newest.
+
+    Writes into found (int32[limit], the position after each occurrence) and lengths
+    (int32[limit]); returns how many. Compares at most `scan` occurrences of the last two tokens
+    and reads at most 4 * limit more of the last one.
+    """
+    size = tokens.size
+    if size < 2 or limit == 0:
+        return 0
+    by_length = np.zeros(longest + 1, np.int32)
+    buckets = np.empty((longest + 1, limit), np.int32)
+    full = np.int64(0)
+    if longest >= 2:
+        position = np.int64(same_two[size - 1])
+        while position >= 0 and scan > 0 and full < limit:
+            length = np.int64(2)
+            while (
+                length < longest
+                and length <= position
+                and tokens[position - length] == tokens[size - 1 - length]
+            ):
+                length += 1
+            if by_length[length] < limit:
+                buckets[length, by_length[length]] = position + 1
+                by_length[length] += 1
+                if length == longest:
+                    full += 1
+            position = np.int64(same_two[position])
+            scan -= 1
+    count = np.int64(0)
+    for length in range(longest, 1, -1):
+        for k in range(min(np.int64(by_length[length]), limit - count)):
+            found[count] = buckets[length, k]
+            lengths[count] = length
+            count += 1
+    position = np.int64(same_one[size - 1])
+    tries = 4 * limit
+    while position >= 0 and count < limit and tries > 0:
+        if longest < 2 or position == 0 or tokens[position - 1] != tokens[size - 2]:
+            found[count] = position + 1
+            lengths[count] = 1
+            count += 1
+        position = np.int64(same_one[position])
+        tries -= 1
+    return count

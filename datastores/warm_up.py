@@ -1,0 +1,27 @@
+"""Compiles (or loads from numba's cache) all that retrieval runs, before the first request."""
+
+from .config import RetrievalConfig
+from .datastore import Datastore
+from .input_trie import InputTrie
+from .retrieval import retrieve
+from .segment import build_segment, merge_in_slices
+
+_VOCAB_SIZES = (100, 100_000)  # one per token dtype
+
+
+def warm_up(vocab_size: int | None = None) -> None:
+    """Takes seconds the first time on a machine, a fraction of one later.
+
+    vocab_size: prepare for this vocabulary only; None: for every kind.
+    """
+    config = RetrievalConfig()
+    text = [1, 2, 3, 4, 5] * 4
+    trie = InputTrie(config)
+    trie.extend(text)
+    retrieve([trie], None, 4, config)
+    for size in _VOCAB_SIZES if vocab_size is None else (max(vocab_size, 8),):
+        with Datastore.build([text], size) as datastore:
+            retrieve([trie], datastore, 4, config)
+            segment = datastore.snapshot().segments[0]
+            for _ in merge_in_slices(segment, build_segment([trie.tokens], size), size):
+                pass

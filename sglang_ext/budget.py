@@ -1,0 +1,128 @@
+"""How many nodes a step may verify: the drafts' expected gain against the step's measured cost.
+
+SSSD bounds s_q by I_knee / batch (section 3.3); here both sides are measured while serving. A
+step of `bs` requests and `width` nodes each costs cost(bs * width) seconds and commits about
+bs + (the sum of the nodes' probabilities) tokens; the width with the most tokens a second
+wins, and width 1 is a plain decode step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+# A speculative step must promise this much more than a plain one: pays for drafting and for
+# being wrong about either side.
+MIN_GAIN = 1.04
+_BINS = 12
+
+
+def candidate_widths(max_width: int) -> list[int]:
+    """The widths that a step may take, 1 first: few enough to learn each one's cost."""
+    steps = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
+    return [w for w in steps if w < max_width] + [max_width]
+
+
+class CostModel:
+    """Seconds of a forward pass over `tokens` tokens, learned from the passes that are run.
+
+    Starts from `prior`, the relative cost of a few token counts on an idle machine, scaled to
+    the observed time of the count seen most; each observation then corrects its own count.
+    """
+
+    def __init__(self, prior: dict[int, float]):
+        self._prior_tokens = np.array(sorted(prior), dtype=np.float64)
+        self._prior_cost = np.array([prior[t] for t in sorted(prior)], dtype=np.float64)
+        self._seen: dict[int, float] = {}
+        self._scale: float | None = None
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Take in that a forward pass over `tokens` tokens took `seconds`."""
+        old = self._seen.get(tokens)
+        # A step that something else delayed says little: clip it to twice what was expected.
+        if old is not None:
+            seconds = min(seconds, 2.0 * old)
+        self._seen[tokens] = seconds if old is None else 0.9 * old + 0.1 * seconds
+        ratio = self._seen[tokens] / self._prior(tokens)
+        self._scale = ratio if self._scale is None else 0.95 * self._scale + 0.05 * ratio
+
+    def cost(self, tokens: int) -> float:
+        """Seconds expected for `tokens` tokens (relative units before any observation)."""
+        seen = self._seen.get(tokens)
+        if seen is not None:
+            return seen
+        return self._prior(tokens) * (self._scale or 1.0)
+
+    def _prior(self, tokens: int) -> float:
+        last_tokens, last_cost = self._prior_tokens[-1], self._prior_cost[-1]
+        if tokens > last_tokens:
+            return float(last_cost * tokens / last_tokens)
+        return float(np.interp(tokens, self._prior_tokens, self._prior_cost))
+
+
+@dataclass
+class Calibration:
+    """Corrects a drafter's probabilities by what became of the nodes that were verified.
+
+    Nodes fall into bins by predicted probability; a bin's answer is its observed share of
+    accepted nodes, started from the prediction itself and slowly forgetting.
+    """
+
+    weight: float = 20.0
+    memory: float = 2000.0
+    seen: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(_BINS))
+    accepted: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(_BINS))
+
+    def __call__(self, probs: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        """float64[n], the corrected probabilities."""
+        bins = _bin(probs)
+        return (self.accepted[bins] + self.weight * probs) / (self.seen[bins] + self.weight)
+
+    def observe(self, probs: npt.NDArray[np.float32], accepted: npt.NDArray[np.bool_]) -> None:
+        """Take in which of the verified nodes with these predictions were accepted."""
+        bins = _bin(probs)
+        np.add.at(self.seen, bins, 1.0)
+        np.add.at(self.accepted, bins, accepted.astype(np.float64))
+        full = self.seen > self.memory
+        self.accepted[full] *= self.memory / self.seen[full]
+        self.seen[full] = self.memory
+
+
+def _bin(probs: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+    # Half-octave bins: 1, 0.71, 0.5, ...; what is rarer shares the last one.
+    octaves = -2.0 * np.log2(np.maximum(probs, 1e-6))
+    return np.clip(octaves, 0, _BINS - 1).astype(np.int64)
+
+
+def choose_width(
+    probs: Sequence[npt.NDArray[np.float64]],
+    widths: Sequence[int],
+    cost: CostModel,
+    min_gain: float = MIN_GAIN,
+) -> int:
+    """The verify width, root included, with the most expected tokens a second.
+
+    Args:
+        probs: for each request, its nodes' probabilities in the tree's order.
+        widths: the widths allowed, 1 first.
+        cost: the cost of forward passes.
+        min_gain: how much better than a plain step a wider one must be.
+    """
+    bs = len(probs)
+    longest = max((len(p) for p in probs), default=0)
+    if longest == 0:
+        return 1
+    gains = np.zeros(longest + 1)
+    for p in probs:
+        cumulative = np.cumsum(p)
+        gains[1 : len(p) + 1] += cumulative
+        gains[len(p) + 1 :] += cumulative[-1] if len(p) else 0.0
+    best_width, best_rate = 1, min_gain * bs / cost.cost(bs)
+    for width in widths[1:]:
+        rate = (bs + gains[min(width - 1, longest)]) / cost.cost(bs * width)
+        if rate > best_rate:
+            best_width, best_rate = width, rate
+        if width > longest:
+            break
+    return best_width

@@ -1,0 +1,97 @@
+"""The console command: `sglang-ext serve | models`."""
+
+# SGLang's CPU engine needs a stand-in before any of its modules load, in this process and in
+# the ones it spawns (they import this module again), so this comes before everything else.
+from sglang_ext.cpu.install import install
+
+ON_CPU = install()
+
+import argparse  # noqa: E402
+import os  # noqa: E402
+import signal  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+
+from sglang_ext import __version__, models, options  # noqa: E402
+from sglang_ext.preflight import PreflightError, check_launch, flag_value, set_flag  # noqa: E402
+
+USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the process's exit code (2: the command line is wrong)."""
+    parser = argparse.ArgumentParser(
+        prog="sglang-ext", description="SGLang with training-free speculative decoding."
+    )
+    parser.add_argument("--version", action="version", version=f"sglang-ext {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="start an SGLang server; takes all of SGLang's flags as well",
+        description="Start an SGLang server. Flags that are not listed here are SGLang's own "
+        "(`sglang serve --help`).",
+        allow_abbrev=False,
+    )
+    options.add_flags(serve)
+    serve.set_defaults(func=run_serve)
+    models.add_commands(commands)
+    args, rest = parser.parse_known_args(argv)
+    if rest and args.func is not run_serve:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.rest = rest
+    try:
+        return args.func(args)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Start the server and stay with it until it ends."""
+    try:
+        server_args = _prepare(args)
+    except (options.OptionError, models.ModelError, PreflightError, ValueError) as error:
+        print(f"sglang-ext serve: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    from sglang.launch_server import run_server
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+def _prepare(args: argparse.Namespace):
+    """SGLang's ServerArgs for this command line, everything checked that can be without a model.
+
+    Raises:
+        OptionError, ModelError, PreflightError, ValueError: what is wrong, in one line.
+    """
+    chosen = options.export_flags(args, os.environ)
+    argv = list(args.rest)
+    if argv and not argv[0].startswith("-"):
+        argv = ["--model-path", *argv]
+    model = flag_value(argv, "--model-path", "--model")
+    if model is None:
+        raise PreflightError("--model is missing: a path, a hub id, or a name of `models list`")
+    argv = set_flag(argv, models.resolve(model), "--model-path", "--model")
+    if flag_value(argv, "--served-model-name") is None:
+        argv += ["--served-model-name", model]
+    if ON_CPU:
+        from sglang_ext.cpu.defaults import default_cpu_args
+
+        argv += default_cpu_args(argv)
+    check_launch(argv, chosen)
+
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    server_args = prepare_server_args(argv)
+    server_args.resolve_once()
+    return server_args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

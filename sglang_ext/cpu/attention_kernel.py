@@ -1,0 +1,138 @@
+"""Paged attention for CPUs: one compiled loop for decode, extend, verify and cross-attention.
+
+Every query token names the cache slots it sees: `count` entries of its request's row in the slot
+table, then a short list of extra slots (its ancestors in a draft tree, itself included). The loop
+reads K and V through these slots; nothing is gathered or padded. A token's output is a function of
+its query and of the visible K/V in order, and of nothing else in the batch: the same token gets the
+same bits from decode, extend and verify. Sums are in fp32.
+
+numba and not torch: at batch 1 a gather per layer costs more than the attention itself, and SDPA's
+order of sums changes with the shape it is given.
+"""
+
+import math
+
+import numba
+import numpy as np
+
+_LOG2E = np.float32(math.log2(math.e))
+# Adding and subtracting 1.5 * 2^23 rounds a float32 to the nearest integer.
+_ROUND = np.float32(12582912.0)
+_LOWEST = np.float32(-126.0)
+# 2^f on [-0.5, 0.5]: Chebyshev interpolation in float64 of degree 6; relative error below 1e-7.
+_NODES = np.cos(np.pi * (np.arange(7) + 0.5) / 7) / 2
+_C6, _C5, _C4, _C3, _C2, _C1, _C0 = (
+    np.float32(c) for c in np.polyfit(_NODES, np.exp2(_NODES), 6)
+)
+
+
+@numba.njit(fastmath={"reassoc", "contract"}, nogil=True, cache=True)
+def _dot(a, b):
+    total = np.float32(0)
+    for d in range(a.size):
+        total += a[d] * b[d]
+    return total
+
+
+@numba.njit(fastmath={"contract", "nsz"}, nogil=True, cache=True)
+def _softmax(scores, bits, n):
+    """Turn scores[:n] into exp(scores - max) in place and return their sum; bits is scratch."""
+    top = scores[0]
+    for i in range(1, n):
+        top = max(top, scores[i])
+    for i in range(n):
+        y = max((scores[i] - top) * _LOG2E, _LOWEST)
+        whole = (y + _ROUND) - _ROUND
+        f = y - whole
+        p = _C6
+        p = p * f + _C5
+        p = p * f + _C4
+        p = p * f + _C3
+        p = p * f + _C2
+        p = p * f + _C1
+        p = p * f + _C0
+        scores[i] = p
+        bits[i] = (np.int32(whole) + np.int32(127)) << np.int32(23)
+    powers = bits.view(np.float32)
+    for i in range(n):
+        scores[i] *= powers[i]
+    total = np.float32(0)
+    for i in range(n):
+        total += scores[i]
+    return total
+
+
+@numba.njit(fastmath={"contract", "nsz"}, nogil=True, cache=True)
+def _attend_head(q, k, v, head, slots, n, scale, soft_cap, scores, bits, out):
+    """One query head over the slots[:n]: q [D], k [S, KH, D], v [S, KH, DV], out [DV]."""
+    for d in range(out.size):
+        out[d] = np.float32(0)
+    if n == 0:
+        return
+    for i in range(n):
+        scores[i] = _dot(q, k[slots[i], head]) * scale
+    if soft_cap > 0:
+        for i in range(n):
+            scores[i] = soft_cap * math.tanh(scores[i] / soft_cap)
+    total = _softmax(scores, bits, n)
+    # Four rows of V per pass over the output.
+    whole = n - n % 4
+    for i in range(0, whole, 4):
+        p0, p1, p2, p3 = scores[i], scores[i + 1], scores[i + 2], scores[i + 3]
+        v0, v1 = v[slots[i], head], v[slots[i + 1], head]
+        v2, v3 = v[slots[i + 2], head], v[slots[i + 3], head]
+        for d in range(out.size):
+            out[d] = (((out[d] + p0 * v0[d]) + p1 * v1[d]) + p2 * v2[d]) + p3 * v3[d]
+    for i in range(whole, n):
+        p0 = scores[i]
+        v0 = v[slots[i], head]
+        for d in range(out.size):
+            out[d] += p0 * v0[d]
+    for d in range(out.size):
+        out[d] /= total
+
+
+@numba.njit(parallel=True, nogil=True, cache=True)
+def attend(
+    q, k, v, out, table, rows, starts, counts, extra, extra_starts, extra_counts,
+    scale, soft_cap, threads,
+):  # fmt: skip
+    """Attention of every query token over the slots that it sees.
+
+    Args:
+        q: [T, H, D] float32; T query tokens.
+        k, v: [S, KH, D] and [S, KH, DV] float32; S cache slots. H is a multiple of KH.
+        out: [T, H, DV] float32, written.
+        table: [R, W] int32 slots, a row per request (SGLang's req_to_token).
+        rows, starts, counts: [T] int64; token t sees table[rows[t], starts[t]:][:counts[t]] ...
+        extra, extra_starts, extra_counts: ... and extra[extra_starts[t]:][:extra_counts[t]].
+        scale: factor of the scores; soft_cap: tanh bound of the scores, 0 for none (float32).
+        threads: how many threads share the work; the result does not depend on it.
+    """
+    tokens, heads, _ = q.shape
+    group = heads // k.shape[1]
+    # Whole groups share the K/V they read; single heads keep all threads busy when tasks are few.
+    per_task = group if tokens * k.shape[1] >= 4 * threads else 1
+    tasks_per_token = heads // per_task
+    tasks = tokens * tasks_per_token
+    longest = 0
+    for t in range(tokens):
+        longest = max(longest, counts[t] + extra_counts[t])
+    # Strided and not in blocks: in a prefill the last tokens see the most.
+    for thread in numba.prange(threads):
+        slots = np.empty(longest, np.int64)
+        scores = np.empty(longest, np.float32)
+        bits = np.empty(longest, np.int32)
+        for task in range(thread, tasks, threads):
+            t = task // tasks_per_token
+            first = (task % tasks_per_token) * per_task
+            n, more = counts[t], extra_counts[t]
+            for i in range(n):
+                slots[i] = table[rows[t], starts[t] + i]
+            for i in range(more):
+                slots[n + i] = extra[extra_starts[t] + i]
+            for h in range(first, first + per_task):
+                _attend_head(
+                    q[t, h], k, v, h // group, slots, n + more, scale, soft_cap,
+                    scores, bits, out[t, h],
+                )  # fmt: skip

@@ -1,0 +1,177 @@
+"""Makes `sgl_kernel` importable on machines without a GPU, before SGLang loads.
+
+SGLang's CPU engine imports `sgl_kernel` while its modules load, and the wheel on PyPI holds CUDA
+code only. `install` puts a finder in front of Python's own: at the first import of `sgl_kernel` it
+tries the real package and, where that does not work, serves the functions of `kernels` instead.
+
+SGLang starts its processes with multiprocessing spawn, whose children import the launcher's main
+module again: a launcher that calls `install` while it is imported covers them all. This module
+imports neither torch nor SGLang, so that a launcher can afford it.
+"""
+
+import ctypes
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import types
+from collections.abc import Sequence
+
+_PACKAGE = "sgl_kernel"
+_CUDA_HIDDEN = ("", "-1")
+
+# Only set where the user has not.
+_ENVIRONMENT = {
+    # Selects SGLang's CPU engine (sglang.srt.utils.common.is_cpu).
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # Moves accepted KV rows by indexing instead of through raw addresses.
+    "SGLANG_NATIVE_MOVE_KV_CACHE": "1",
+    # One pool of worker threads for torch (libgomp) and numba; see attention_kernel.
+    "NUMBA_THREADING_LAYER_PRIORITY": "omp tbb workqueue",
+}
+
+
+def install() -> bool:
+    """Prepare this process and its children for SGLang's CPU engine; idempotent.
+
+    Does nothing where an accelerator is present, unless SGLANG_USE_CPU_ENGINE=1 asks for the CPU.
+    Call it before anything of SGLang is imported.
+
+    Returns:
+        True where SGLang will run on the CPU.
+    """
+    if not wants_cpu_engine():
+        return False
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    return True
+
+
+def wants_cpu_engine() -> bool:
+    """Whether SGLang should run on the CPU: as SGLANG_USE_CPU_ENGINE says, else without a GPU."""
+    choice = os.environ.get("SGLANG_USE_CPU_ENGINE")
+    return choice == "1" if choice is not None else not accelerator_present()
+
+
+def accelerator_present() -> bool:
+    """Whether an NVIDIA or AMD GPU is visible, found without starting a CUDA context."""
+    if os.path.exists("/dev/kfd"):
+        return True
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in _CUDA_HIDDEN:
+        return False
+    # NVML and not cuInit: a parent that has called cuInit cannot fork CUDA processes.
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    if nvml.nvmlInit_v2() != 0:
+        return False
+    count = ctypes.c_uint(0)
+    found = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 and count.value > 0
+    nvml.nvmlShutdown()
+    return found
+
+
+def usable_cores() -> int:
+    """Physical cores this process may run on (hyperthreads slow fp32 products down)."""
+    logical = os.sched_getaffinity(0)
+    siblings = set()
+    for cpu in logical:
+        path = f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        try:
+            with open(path, encoding="ascii") as file:
+                siblings.add(file.read())
+        except OSError:
+            return len(logical)
+    return max(1, len(siblings))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Answers for `sgl_kernel` only; every other import goes on to Python's own finders."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname == _PACKAGE:
+            real = importlib.machinery.PathFinder.find_spec(_PACKAGE)
+            spec = importlib.machinery.ModuleSpec(_PACKAGE, _Loader(real), is_package=True)
+            # The real package imports its own submodules while it loads.
+            spec.submodule_search_locations = list(
+                (real.submodule_search_locations if real else None) or []
+            )
+            return spec
+        if fullname.startswith(_PACKAGE + ".") and is_stand_in(sys.modules.get(_PACKAGE)):
+            raise ModuleNotFoundError(
+                f"{fullname} is not available: on this CPU, {_PACKAGE} is sglang_ext's stand-in, "
+                "which has the functions of sglang_ext/cpu/kernels.py only.",
+                name=fullname,
+            )
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """Runs the real package where it works, and fills in the stand-in where it does not."""
+
+    def __init__(self, real: importlib.machinery.ModuleSpec | None) -> None:
+        self._real = real
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        if self._real is None or self._real.loader is None:
+            _become_stand_in(module)
+            return
+        module.__file__ = self._real.origin
+        try:
+            self._real.loader.exec_module(module)
+        except Exception:  # whatever stops the real one: no driver, no library, wrong build
+            _become_stand_in(module)
+            return
+        if not _has_cpu_operators():
+            _become_stand_in(module)
+
+
+def is_stand_in(module: types.ModuleType | None) -> bool:
+    """Whether `module` is the stand-in for `sgl_kernel` that this file made."""
+    return getattr(module, "__sglang_ext_stand_in__", False) is True
+
+
+def _has_cpu_operators() -> bool:
+    import torch
+
+    return hasattr(torch.ops.sgl_kernel, "verify_tree_greedy_cpu")
+
+
+def _become_stand_in(module: types.ModuleType) -> None:
+    """Turn the (partly loaded) package into one that has the functions of `kernels`."""
+    for name in [name for name in sys.modules if name.startswith(_PACKAGE + ".")]:
+        del sys.modules[name]
+    for name in [name for name in vars(module) if not name.startswith("__")]:
+        delattr(module, name)
+
+    from sglang_ext.cpu import kernels
+
+    _fill(module, kernels)
+    module.__path__ = []
+    speculative = types.ModuleType(_PACKAGE + ".speculative")
+    _fill(speculative, kernels)
+    sys.modules[speculative.__name__] = speculative
+    module.__dict__["speculative"] = speculative
+
+
+def _fill(module: types.ModuleType, kernels: types.ModuleType) -> None:
+    def missing(name: str) -> object:
+        raise AttributeError(
+            f"{module.__name__}.{name} has no CPU version in sglang_ext/cpu/kernels.py"
+        )
+
+    module.__file__ = kernels.__file__  # shown by Python where a name cannot be imported
+    module.__dict__["__sglang_ext_stand_in__"] = True
+    module.__dict__["__getattr__"] = missing
+    for name in kernels.__all__:
+        module.__dict__[name] = getattr(kernels, name)

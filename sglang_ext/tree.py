@@ -1,0 +1,209 @@
+"""Token trees, and their packing into the tensors that verification reads.
+
+A draft is always a token tree; a chain is a tree without branches. Node 0 of a packed tree is
+the root, the last accepted token. No SGLang here: everything is NumPy, on the host.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+NO_PARENT = -1
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A draft without its root, in an order where every parent precedes its children.
+
+    Attributes:
+        tokens: int64[n], the proposed token ids.
+        parents: int32[n], the index of each node's parent in these arrays; -1 is the root.
+        probs: float32[n], the drafter's estimate that the target's output passes through the
+            node (the product along its path, so it never grows from parent to child).
+    """
+
+    tokens: npt.NDArray[np.int64]
+    parents: npt.NDArray[np.int32]
+    probs: npt.NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def empty(cls) -> "TokenTree":
+        """A tree of no nodes: a plain decode step."""
+        return _EMPTY
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], prob: float = 0.9) -> "TokenTree":
+        """One branch; `prob` is the chance that a token is right once those before it are."""
+        n = len(tokens)
+        return cls(
+            np.asarray(tokens, dtype=np.int64),
+            np.arange(-1, n - 1, dtype=np.int32),
+            np.power(np.float32(prob), np.arange(1, n + 1, dtype=np.float32)),
+        )
+
+    def first(self, n: int) -> "TokenTree":
+        """The subtree of the first `n` nodes."""
+        if n >= len(self):
+            return self
+        return TokenTree(self.tokens[:n], self.parents[:n], self.probs[:n])
+
+    def depths(self) -> npt.NDArray[np.int32]:
+        """int32[n], 1 for the root's children."""
+        return _depths(self.parents)
+
+    def clipped(self, max_depth: int) -> "TokenTree":
+        """The subtree of the nodes no deeper than `max_depth`."""
+        if len(self) <= max_depth:
+            return self
+        keep = self.depths() <= max_depth
+        if keep.all():
+            return self
+        new_index = (np.cumsum(keep) - 1).astype(np.int32)
+        parents = self.parents[keep]
+        return TokenTree(
+            self.tokens[keep],
+            np.where(parents == NO_PARENT, NO_PARENT, new_index[parents]).astype(np.int32),
+            self.probs[keep],
+        )
+
+    def check(self, vocab_size: int) -> None:
+        """Raise ValueError, naming the field, if this is not a tree over `vocab_size` tokens."""
+        n = len(self.tokens)
+        if len(self.parents) != n or len(self.probs) != n:
+            raise ValueError(
+                f"tokens, parents and probs must have one length, got {n}, "
+                f"{len(self.parents)} and {len(self.probs)}"
+            )
+        if n == 0:
+            return
+        if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:
+            raise ValueError(f"tokens must be in 0..{vocab_size - 1}")
+        if self.parents.min() < NO_PARENT or (self.parents >= np.arange(n)).any():
+            raise ValueError("parents[i] must be -1 (the root) or an earlier node")
+
+
+_EMPTY = TokenTree(
+    np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
+)
+
+
+@dataclass(frozen=True)
+class PackedTrees:
+    """A batch of trees, each padded to `width` nodes, root included.
+
+    Padding nodes see only themselves (and the prefix) and are linked to nothing, so no walk
+    reaches them.
+
+    Attributes:
+        tokens: int64[bs, width]; column 0 holds the roots.
+        parents: int32[bs, width]; -1 for the root and for padding.
+        depths: int64[bs, width]; a node's position is its request's length + depth.
+        mask: bool[bs, width, width]; mask[b, i, j] tells that node i sees node j.
+        next_token, next_sibling: int64[bs, width]; a node's first child and its next sibling,
+            -1 for none (the links of SGLang's speculative/eagle_info.py).
+        sizes: int64[bs]; real nodes of each tree, root included.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    parents: npt.NDArray[np.int32]
+    depths: npt.NDArray[np.int64]
+    mask: npt.NDArray[np.bool_]
+    next_token: npt.NDArray[np.int64]
+    next_sibling: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+
+def pack(roots: Sequence[int], trees: Sequence[TokenTree], width: int) -> PackedTrees:
+    """Pack `trees` below their `roots` into arrays of `width` nodes a request.
+
+    Trees larger than width - 1 nodes are cut to their first width - 1.
+    """
+    bs = len(roots)
+    tokens = np.zeros((bs, width), dtype=np.int64)
+    parents = np.full((bs, width), NO_PARENT, dtype=np.int32)
+    sizes = np.empty(bs, dtype=np.int64)
+    tokens[:, 0] = roots
+    for row, tree in enumerate(trees):
+        n = min(len(tree), width - 1)
+        tokens[row, 1 : n + 1] = tree.tokens[:n]
+        parents[row, 1 : n + 1] = tree.parents[:n] + 1
+        sizes[row] = n + 1
+    depths, mask, next_token, next_sibling = _link(parents, sizes)
+    return PackedTrees(tokens, parents, depths, mask, next_token, next_sibling, sizes)
+
+
+@numba.njit(cache=True, nogil=True)
+def _depths(parents):
+    depths = np.empty(len(parents), dtype=np.int32)
+    for i in range(len(parents)):
+        depths[i] = 1 if parents[i] < 0 else depths[parents[i]] + 1
+    return depths
+
+
+@numba.njit(cache=True, nogil=True)
+def _link(parents, sizes):
+    bs, width = parents.shape
+    depths = np.zeros((bs, width), dtype=np.int64)
+    mask = np.zeros((bs, width, width), dtype=np.bool_)
+    next_token = np.full((bs, width), -1, dtype=np.int64)
+    next_sibling = np.full((bs, width), -1, dtype=np.int64)
+    for b in range(bs):
+        for i in range(width):
+            mask[b, i, i] = True
+        for i in range(1, sizes[b]):
+            parent = parents[b, i]
+            depths[b, i] = depths[b, parent] + 1
+            for j in range(i):
+                if mask[b, parent, j]:
+                    mask[b, i, j] = True
+        # Backwards, so that the first child of a node is the one written last.
+        for i in range(sizes[b] - 1, 0, -1):
+            parent = parents[b, i]
+            next_sibling[b, i] = next_token[b, parent]
+            next_token[b, parent] = i
+    return depths, mask, next_token, next_sibling
+
+
+@numba.njit(cache=True, nogil=True)
+def walk(tokens, next_token, next_sibling, predicted):
+    """Follow each tree from its root while the target's own token is one of the drafted ones.
+
+    Args:
+        tokens, next_token, next_sibling: int64[bs, width], see PackedTrees.
+        predicted: int64[bs, width], the target's token after each node.
+
+    Returns:
+        accept_index: int32[bs, width], flat indices (row * width + node) of the nodes on the
+            accepted path, root first, then -1.
+        accept_lens: int32[bs], nodes on the path = tokens committed, the bonus included.
+    """
+    bs, width = tokens.shape
+    accept_index = np.full((bs, width), -1, dtype=np.int32)
+    accept_lens = np.empty(bs, dtype=np.int32)
+    for b in range(bs):
+        node, n = 0, 0
+        while node >= 0:
+            accept_index[b, n] = b * width + node
+            n += 1
+            node = child_with(tokens[b], next_token[b], next_sibling[b], node, predicted[b, node])
+        accept_lens[b] = n
+    return accept_index, accept_lens
+
+
+@numba.njit(cache=True, nogil=True)
+def child_with(tokens, next_token, next_sibling, node, token):
+    """The child of `node` that holds `token`, or -1 (arrays of one tree)."""
+    child = next_token[node]
+    while child >= 0 and tokens[child] != token:
+        child = next_sibling[child]
+    return child

@@ -1,0 +1,481 @@
+"""The one speculative worker: draft, pack, verify, accept, observe, finish.
+
+It follows SGLang's contract for host-drafted trees (speculative/ngram_worker.py): no draft KV,
+a TARGET_VERIFY forward under a tree mask, accepted tokens relayed to the next step. What it
+adds: drafters behind a protocol, exact sampling and penalties, a verify width chosen per step,
+and plain decode steps where drafts do not pay.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_device, get_parallel, get_schedule, get_spec
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from sglang.srt.speculative.spec_utils import (
+    GrammarTree,
+    build_grammar_vocab_mask,
+    commit_mamba_states_after_verify,
+    move_accept_tokens_to_target_kvcache,
+    prepare_mamba_track_for_verify,
+    record_stream_for_v2_verify,
+)
+from sglang.srt.utils import broadcast_pyobj
+
+from sglang_ext import penalties
+from sglang_ext.budget import Calibration, CostModel, candidate_widths, choose_width
+from sglang_ext.costs import measure_forward_cost
+from sglang_ext.drafters import DrafterContext, load
+from sglang_ext.options import Options
+from sglang_ext.requests import RequestTable, RunningRequest
+from sglang_ext.tokenizers import fingerprint
+from sglang_ext.tree import PackedTrees, TokenTree, pack
+from sglang_ext.verify import Accepted, accept_on_device, accept_on_host
+
+logger = logging.getLogger(__name__)
+
+
+class SpeculativeWorker(BaseSpecWorker):
+    """Drives the target with whatever the requests' drafters propose."""
+
+    def __init__(
+        self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker
+    ):
+        super().__init__()
+        self.server_args = server_args
+        self.options = Options.from_env()
+        self._target_worker = target_worker
+        self.model_runner = target_worker.model_runner
+        self.device = get_device().device
+        self.enable_overlap = not get_schedule().disable_overlap_schedule
+        self.page_size = get_schedule().page_size
+        self.topk = get_spec().speculative_eagle_topk
+        self.speculative_num_steps = get_spec().speculative_num_steps
+        self.speculative_num_draft_tokens: int = get_spec().speculative_num_draft_tokens
+        self.adaptive_controller = None
+        self.vocab_size: int = self.model_runner.model_config.vocab_size
+        self.on_host = self.device == "cpu"
+
+        config = self.model_runner.model_config
+        context = DrafterContext(
+            vocab_size=self.vocab_size,
+            options=self.options,
+            tokenizer_fingerprint=fingerprint(target_worker.tokenizer),
+            eos_token_ids=frozenset(config.hf_eos_token_id or ()),
+        )
+        # Only rank 0 drafts; the others get its trees (timing must not tell ranks apart).
+        self.drafts_here = get_parallel().tp_rank == 0
+        self.drafters = {
+            name: load(name, context)
+            for name in (self.options.loaded_drafters() if self.drafts_here else [])
+        }
+        self.widths = candidate_widths(self.speculative_num_draft_tokens)
+        self.calibrations = {name: Calibration() for name in self.drafters}
+        self.cost: CostModel | None = None
+        self.requests: RequestTable | None = None
+        logger.info(
+            "sglang-ext drafters: %s (default %s), up to %d nodes a step, budget %s",
+            ", ".join(self.drafters) or "none",
+            self.options.drafter,
+            self.speculative_num_draft_tokens,
+            self.options.budget,
+        )
+
+    # What SGLang asks of a speculative worker
+
+    @property
+    def draft_worker(self) -> None:
+        """There is no draft model: drafts come from the host."""
+        return None
+
+    def alloc_memory_pool(self, **kwargs: Any) -> None:
+        """Take over the target's pools, which exist by now."""
+        self.req_to_token_pool, self.token_to_kv_pool_allocator = (
+            self._target_worker.get_memory_pool()
+        )
+        self.requests = RequestTable(
+            self.drafters,
+            self.options.drafter,
+            self.speculative_num_draft_tokens - 1,
+            4 * self.model_runner.max_running_requests,
+        )
+        if self.on_host:
+            self.cost = CostModel(measure_forward_cost(self.model_runner.model))
+
+    def clear_cache_pool(self) -> None:
+        """/flush_cache: forget running requests; what was learned from finished ones stays."""
+        self.requests.clear()
+
+    def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+        """A request ended; its drafter gets the whole output."""
+        self.requests.finish(rid)
+
+    def add_external_corpus(self, corpus_id: str, token_chunks: list[list[int]]) -> int:
+        """SGLang's /add_external_corpus; returns the number of tokens loaded."""
+        return self._corpus_drafter().add_corpus(corpus_id, token_chunks)
+
+    def commit_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
+        """Nothing left to do: a corpus serves as soon as it is added."""
+
+    def remove_external_corpus(self, corpus_id: str) -> None:
+        """SGLang's /remove_external_corpus."""
+        self._corpus_drafter().remove_corpus(corpus_id)
+
+    def list_external_corpora(self) -> dict[str, int]:
+        """SGLang's /list_external_corpora: tokens by corpus."""
+        return self._corpus_drafter().list_corpora()
+
+    def _corpus_drafter(self) -> Any:
+        for drafter in self.drafters.values():
+            if hasattr(drafter, "add_corpus"):
+                return drafter
+        raise ValueError("no loaded drafter keeps corpora; start the server with --drafter sssd")
+
+    # One step
+
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Callable[[torch.Tensor], None] | None = None,
+        pp_proxy_tensors: Any = None,
+    ) -> GenerationBatchResult:
+        """Run one scheduler step: prefill as SGLang does, decode with speculation."""
+        if not self.on_host:
+            stream = torch.get_device_module(self.device).current_stream()
+            record_stream_for_v2_verify(batch, None, stream)
+        if not batch.forward_mode.is_decode():
+            return self._prefill(batch, on_publish, pp_proxy_tensors)
+        running = self.requests.update(batch.reqs, self._pending_tokens(batch))
+        roots = [r.draft.output[-1] for r in running]
+        trees, width = self._draft(batch, running)
+        if width == 1 and (self.on_host or self._must_decode_plainly(batch)):
+            return self._plain_decode(batch, running, roots, on_publish)
+        return self._verify(batch, running, pack(roots, trees, width), trees, on_publish)
+
+    def _prefill(self, batch, on_publish, pp_proxy_tensors) -> GenerationBatchResult:
+        result = self._target_worker.forward_batch_generation(
+            batch, pp_proxy_tensors=pp_proxy_tensors
+        )
+        new_seq_lens = batch.seq_lens.clone()
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        lens = torch.ones(len(batch.reqs), dtype=torch.int32, device=self.device)
+        return self._result(
+            result.logits_output,
+            result.can_run_cuda_graph,
+            result.next_token_ids,
+            result.next_token_ids.view(-1, 1),
+            lens,
+            new_seq_lens,
+        )
+
+    def _pending_tokens(self, batch: ScheduleBatch) -> list[list[int]] | None:
+        """Under overlap, the last step's tokens are not yet in output_ids: read the relay."""
+        if not self.enable_overlap or batch.grammar_needs_sync():
+            return None
+        lens = batch.spec_info.accept_lens.tolist()
+        stride = self.speculative_num_draft_tokens
+        tokens = batch.spec_info.accept_tokens.view(-1, stride).tolist()
+        return [row[:n] for row, n in zip(tokens, lens, strict=True)]
+
+    # Drafting
+
+    def _draft(
+        self, batch: ScheduleBatch, running: Sequence[RunningRequest]
+    ) -> tuple[list[TokenTree], int]:
+        trees, width = [TokenTree.empty()] * len(running), 1
+        if self.drafts_here and not self._must_decode_plainly(batch):
+            for drafter in self.drafters.values():
+                self._propose(drafter, running, trees)
+            width = self._choose_width(running, trees)
+        if get_parallel().tp_size > 1:
+            group = self.model_runner.tp_group
+            trees, width = broadcast_pyobj(
+                [trees, width], group.rank, group.cpu_group, src=group.ranks[0]
+            )
+        return trees, width
+
+    def _propose(self, drafter, running: Sequence[RunningRequest], trees: list[TokenTree]) -> None:
+        rows = [i for i, r in enumerate(running) if r.drafter is drafter and self._depth(r) > 0]
+        if not rows:
+            return
+        try:
+            proposed = drafter.propose(
+                [running[i].draft for i in rows], self.speculative_num_draft_tokens - 1
+            )
+            for i, tree in zip(rows, proposed, strict=True):
+                tree.check(self.vocab_size)
+                trees[i] = tree.clipped(self._depth(running[i])).first(running[i].max_nodes)
+        except Exception:
+            # A drafter must not take the scheduler down with it: this step goes undrafted.
+            logger.exception("drafter %s failed to propose", type(drafter).__name__)
+
+    @staticmethod
+    def _depth(running: RunningRequest) -> int:
+        """How deep a tree is of use: the bonus token needs a place too."""
+        depth = min(running.remaining_tokens - 1, running.max_nodes)
+        bound = penalties.max_depth(running.req, len(running.draft.output))
+        return depth if bound is None else min(depth, bound)
+
+    def _choose_width(self, running: Sequence[RunningRequest], trees: Sequence[TokenTree]) -> int:
+        if not self.on_host:
+            # One width, so that the captured CUDA graphs serve every step.
+            return self.speculative_num_draft_tokens
+        longest = max(len(tree) for tree in trees)
+        if self.options.budget == "fixed" or longest == 0:
+            return min(longest + 1, self.speculative_num_draft_tokens)
+        probs = [
+            self._calibration(r)(tree.probs) if len(tree) else tree.probs
+            for r, tree in zip(running, trees, strict=True)
+        ]
+        return choose_width(probs, self.widths, self.cost)
+
+    def _calibration(self, running: RunningRequest) -> Calibration:
+        for name, drafter in self.drafters.items():
+            if drafter is running.drafter:
+                return self.calibrations[name]
+        raise LookupError("a tree without a drafter")
+
+    @staticmethod
+    def _must_decode_plainly(batch: ScheduleBatch) -> bool:
+        """Features whose per-token state the tree walk does not carry."""
+        info = batch.sampling_info
+        return bool(
+            info.has_custom_logit_processor
+            or info.has_watermark_candidates
+            or info.return_sampling_masks is not None
+            or batch.return_hidden_states
+        )
+
+    # A plain step
+
+    def _plain_decode(
+        self,
+        batch: ScheduleBatch,
+        running: Sequence[RunningRequest],
+        roots: Sequence[int],
+        on_publish,
+    ) -> GenerationBatchResult:
+        """One token a request through SGLang's own decode and sampler."""
+        slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices, batch.seq_lens]
+        new_seq_lens = batch.seq_lens + 1
+        batch.input_ids = torch.tensor(roots, dtype=torch.int64, device=self.device)
+        batch.out_cache_loc = slots.to(torch.int64)
+        batch.seq_lens = new_seq_lens
+        batch.seq_lens_cpu = batch.seq_lens_cpu + 1
+        batch.orig_seq_lens = batch.orig_seq_lens + 1
+        batch.seq_lens_sum = None
+        batch.spec_info = None
+        self._set_exact_penalties(batch, running)
+        start = time.perf_counter()
+        result = self._target_worker.forward_batch_generation(batch)
+        if self.cost is not None:
+            self.cost.observe(len(running), time.perf_counter() - start)
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        logits = result.logits_output
+        if batch.return_logprob:
+            logits.next_token_logprobs = logits.next_token_logprobs.view(-1, 1)
+        lens = torch.ones(len(running), dtype=torch.int32, device=self.device)
+        tokens = result.next_token_ids
+        return self._result(
+            logits, result.can_run_cuda_graph, tokens, tokens.view(-1, 1), lens, new_seq_lens
+        )
+
+    def _set_exact_penalties(self, batch, running: Sequence[RunningRequest]) -> None:
+        if any(penalties.is_penalized(r.req) for r in running):
+            additive, scaling = penalties.base_penalties(
+                batch.reqs, [r.draft.output for r in running], self.vocab_size, self.device
+            )
+            batch.sampling_info.acc_additive_penalties = additive
+            batch.sampling_info.acc_scaling_penalties = scaling
+
+    # A verify step
+
+    def _verify(
+        self,
+        batch: ScheduleBatch,
+        running: Sequence[RunningRequest],
+        packed: PackedTrees,
+        trees: Sequence[TokenTree],
+        on_publish,
+    ) -> GenerationBatchResult:
+        verify_input = self._prepare_verify(batch, packed)
+        start = time.perf_counter()
+        result = self._target_worker.forward_batch_generation(batch, is_verify=True)
+        if self.cost is not None:
+            self.cost.observe(packed.tokens.size, time.perf_counter() - start)
+        logits_output = result.logits_output
+        self._adjust_logits(logits_output.next_token_logits, batch, running, packed)
+        accepted = self._accept(logits_output.next_token_logits, batch, packed, verify_input)
+        self._commit(batch, accepted, packed.width)
+        if batch.return_logprob:
+            compute_spec_logprobs(
+                batch, logits_output, accepted.predict, accept_index=accepted.accept_index
+            )
+        new_seq_lens = batch.seq_lens + accepted.accept_lens
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        if self.on_host:
+            self._calibrate(running, trees, packed, accepted)
+        tokens = accepted.predict[accepted.accept_index.long()]
+        return self._result(
+            logits_output,
+            result.can_run_cuda_graph,
+            tokens.flatten(),
+            tokens,
+            accepted.accept_lens,
+            new_seq_lens,
+        )
+
+    def _prepare_verify(self, batch: ScheduleBatch, packed: PackedTrees) -> NgramVerifyInput:
+        bs, width = packed.tokens.shape
+        tokens = self._to_device(packed.tokens.reshape(-1))
+        depths = self._to_device(packed.depths)
+        mask = self._to_device(packed.mask)
+        verify_input = NgramVerifyInput(
+            draft_token=tokens,
+            custom_mask=mask.flatten() if self.on_host else self._full_mask(batch, mask),
+            positions=(batch.seq_lens.unsqueeze(1) + depths).flatten(),
+            retrieve_index=torch.arange(bs * width, device=self.device).view(bs, width),
+            retrieve_next_token=self._to_device(packed.next_token),
+            retrieve_next_sibling=self._to_device(packed.next_sibling),
+            draft_token_num=width,
+        )
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.input_ids = tokens
+        batch.out_cache_loc = assign_extend_cache_locs_func(
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=self.req_to_token_pool.req_to_token,
+            start_offset=batch.seq_lens,
+            end_offset=batch.seq_lens + width,
+            batch_size=bs,
+            draft_token_num=width,
+            device=self.device,
+        )
+        prepare_mamba_track_for_verify(batch)
+        batch.spec_info = verify_input
+        return verify_input
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self.on_host else tensor.to(self.device, non_blocking=True)
+
+    @staticmethod
+    def _full_mask(batch: ScheduleBatch, mask: torch.Tensor) -> torch.Tensor:
+        """FlashInfer's mask: for each request, width rows of (prefix, all seen) + (tree)."""
+        bs, width, _ = mask.shape
+        lens = batch.seq_lens_cpu.tolist()
+        size = width * (sum(lens) + bs * width)
+        full = torch.ones(size, dtype=torch.bool, device=mask.device)
+        start = 0
+        for row, length in enumerate(lens):
+            size = width * (length + width)
+            full[start : start + size].view(width, length + width)[:, length:] = mask[row]
+            start += size
+        return full
+
+    def _adjust_logits(
+        self,
+        logits: torch.Tensor,
+        batch: ScheduleBatch,
+        running: Sequence[RunningRequest],
+        packed: PackedTrees,
+    ) -> None:
+        """Penalties, grammar, bias, in the order of SamplingBatchInfo.apply_logits_bias."""
+        if any(penalties.is_penalized(r.req) for r in running):
+            penalties.apply_tree_penalties(
+                logits, batch.reqs, [r.draft.output for r in running], packed
+            )
+        if batch.has_grammar:
+            mask = build_grammar_vocab_mask(
+                reqs=batch.reqs,
+                tree=GrammarTree.from_host(
+                    torch.from_numpy(packed.next_token),
+                    torch.from_numpy(packed.next_sibling),
+                    torch.from_numpy(packed.tokens),
+                ),
+                sampling_info=batch.sampling_info,
+                device=self.device,
+                barrier=None,
+            )
+            if mask is not None:
+                mask.apply(logits)
+        if batch.sampling_info.logit_bias is not None:
+            logits += batch.sampling_info.logit_bias.repeat_interleave(packed.width, dim=0)
+
+    def _accept(self, logits, batch, packed: PackedTrees, verify_input) -> Accepted:
+        positions = verify_input.positions
+        sampler = self.model_runner.sampler
+        if self.on_host:
+            return accept_on_host(logits, packed, batch.sampling_info, positions, sampler)
+        group = get_parallel().tp_group
+        return accept_on_device(
+            logits, verify_input, batch.sampling_info, positions, sampler, group
+        )
+
+    def _commit(self, batch: ScheduleBatch, accepted: Accepted, width: int) -> None:
+        """Bring the accepted nodes' KV to the front of each request's slots."""
+        commit_mamba_states_after_verify(
+            self._target_worker, batch, accepted.accept_lens, accepted.accept_index, width
+        )
+        if self.on_host and _in_place(accepted, width):
+            return
+        move_accept_tokens_to_target_kvcache(
+            batch,
+            accepted.accept_index,
+            accepted.accept_lens - 1,
+            self.token_to_kv_pool_allocator,
+        )
+
+    def _calibrate(self, running, trees, packed: PackedTrees, accepted: Accepted) -> None:
+        on_path = np.zeros(packed.tokens.size, dtype=bool)
+        index = accepted.accept_index.numpy()
+        on_path[index[index >= 0]] = True
+        on_path = on_path.reshape(packed.tokens.shape)
+        for b, (r, tree) in enumerate(zip(running, trees, strict=True)):
+            n = int(packed.sizes[b]) - 1
+            if n:
+                self._calibration(r).observe(tree.probs[:n], on_path[b, 1 : n + 1])
+
+    def _result(
+        self, logits_output, can_run_cuda_graph, next_token_ids, accept_tokens, lens, new_seq_lens
+    ) -> GenerationBatchResult:
+        """The result of a step; `accept_tokens` [bs, n] is padded to the relay's fixed width."""
+        stride = self.speculative_num_draft_tokens
+        relay = torch.zeros(len(lens), stride, dtype=torch.int32, device=self.device)
+        relay[:, : accept_tokens.shape[1]] = accept_tokens
+        return GenerationBatchResult(
+            logits_output=logits_output,
+            next_token_ids=next_token_ids,
+            can_run_cuda_graph=can_run_cuda_graph,
+            accept_lens=lens,
+            new_seq_lens=new_seq_lens,
+            next_draft_input=NgramVerifyInput(
+                draft_token_num=stride,
+                new_seq_lens=new_seq_lens,
+                accept_tokens=relay.flatten(),
+                accept_lens=lens,
+            ),
+            speculative_num_draft_tokens=stride,
+            speculative_output_stride=accept_tokens.shape[1],
+        )
+
+
+def _in_place(accepted: Accepted, width: int) -> bool:
+    """Whether every accepted path is the first nodes of its tree, so that no KV moves."""
+    index = accepted.accept_index.numpy()
+    bs = len(index)
+    node = np.arange(width) + np.arange(bs)[:, None] * width
+    return bool(((index == node) | (index < 0)).all())

@@ -1,0 +1,1 @@
+"""Speech in, text out. Nothing here imports sglang."""

@@ -1,0 +1,108 @@
+"""TokenTree, its packing, and the walk that accepts nodes, against plain-Python references."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.tree import TokenTree, pack, walk
+
+
+def tree_of(tokens: list[int], parents: list[int]) -> TokenTree:
+    return TokenTree(
+        np.array(tokens, dtype=np.int64),
+        np.array(parents, dtype=np.int32),
+        np.full(len(tokens), 0.5, dtype=np.float32),
+    )
+
+
+@st.composite
+def trees(draw, max_nodes: int = 10, vocab: int = 4) -> TokenTree:
+    n = draw(st.integers(0, max_nodes))
+    tokens = draw(st.lists(st.integers(0, vocab - 1), min_size=n, max_size=n))
+    parents = [draw(st.integers(-1, i - 1)) for i in range(n)]
+    return tree_of(tokens, parents)
+
+
+def ancestors(parents: list[int], node: int) -> set[int]:
+    """`node` and what is above it; node indices of the packed tree, 0 is the root."""
+    found = {node}
+    while node > 0:
+        node = parents[node - 1] + 1
+        found.add(node)
+    return found
+
+
+@given(st.lists(trees(), min_size=1, max_size=3), st.integers(1, 12))
+def test_mask_shows_each_node_its_ancestors_only(batch, width):
+    packed = pack([1] * len(batch), batch, width)
+    for b, tree in enumerate(batch):
+        size = min(len(tree) + 1, width)
+        assert packed.sizes[b] == size
+        for i in range(width):
+            expected = ancestors(list(tree.parents), i) if i < size else {i}
+            assert set(np.flatnonzero(packed.mask[b, i])) == expected
+            assert packed.depths[b, i] == (len(expected) - 1 if i < size else 0)
+
+
+@given(st.lists(trees(), min_size=1, max_size=3), st.integers(1, 12), st.data())
+def test_walk_follows_the_targets_tokens(batch, width, data):
+    packed = pack([0] * len(batch), batch, width)
+    predicted = np.array(
+        data.draw(
+            st.lists(
+                st.lists(st.integers(0, 3), min_size=width, max_size=width),
+                min_size=len(batch),
+                max_size=len(batch),
+            )
+        )
+    )
+    index, lens = walk(packed.tokens, packed.next_token, packed.next_sibling, predicted)
+    for b, tree in enumerate(batch):
+        path, node = [0], 0
+        while True:
+            children = [
+                i + 1
+                for i in range(min(len(tree), width - 1))
+                if tree.parents[i] == node - 1 and tree.tokens[i] == predicted[b, node]
+            ]
+            if not children:
+                break
+            node = children[0]
+            path.append(node)
+        assert lens[b] == len(path)
+        assert list(index[b, : lens[b]]) == [b * width + i for i in path]
+        assert (index[b, lens[b] :] == -1).all()
+
+
+@given(trees(), st.integers(0, 6))
+def test_clipped_keeps_the_shallow_nodes_and_their_links(tree, depth):
+    clipped = tree.clipped(depth)
+    clipped.check(4)
+    expected = [i for i, d in enumerate(tree.depths()) if d <= depth]
+    assert list(clipped.tokens) == [tree.tokens[i] for i in expected]
+    assert list(clipped.depths()) == [tree.depths()[i] for i in expected]
+
+
+def test_chain_is_a_branch_with_falling_probabilities():
+    chain = TokenTree.chain([5, 6, 7], prob=0.5)
+    assert list(chain.parents) == [-1, 0, 1]
+    np.testing.assert_allclose(chain.probs, [0.5, 0.25, 0.125])
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (tree_of([9], [-1]), r"tokens must be in 0\.\.8"),
+        (tree_of([-1], [-1]), "tokens must be in"),
+        (tree_of([1], [0]), "parents"),
+        (tree_of([1, 2], [-1, -2]), "parents"),
+        (
+            TokenTree(np.array([1]), np.array([], dtype=np.int32), np.array([0.5])),
+            "one length",
+        ),
+    ],
+)
+def test_check_names_what_is_wrong(tree, message):
+    with pytest.raises(ValueError, match=message):
+        tree.check(vocab_size=9)
