@@ -4,7 +4,7 @@ from .config import DatastoreError, RetrievalConfig
 from .datastore import Datastore, DatastoreInfo
 from .input_trie import InputTrie
 from .retrieval import Draft, retrieve
-from .warm_up import warm_up
+from .warmup import warm_up
 
 __all__ = [
     "Datastore",

@@ -23,20 +23,23 @@ class RetrievalConfig:
     constants are not published with it; the ones here were fitted by offline replay
     (datastores/replay.py) on held-back GSM8K answers and Python sources.
 
-    One estimator does the paper's discounting (Algorithm 1) and weighted merge (Algorithm 3).
-    An occurrence whose match is m tokens long counts decay ** (prefix_length - m). With c and n
-    these counts for a child and for all children of its parent, per source, the child follows
-    its parent with probability
+    One estimator does the paper's discounting (Algorithm 1) and weighted merge (Algorithm 3). An
+    occurrence whose match is m tokens long weighs (m / 4) ** power, so that longer matches outvote
+    shorter ones. With c the weight of a child, n that of all children of its parent, per source,
+    the child follows its parent with probability
 
         (c_input + s * c_datastore) / (n_input + s * n_datastore + novelty)
 
-    where s = datastore_weight * min(1, datastore_cap / n_datastore), and novelty, the weight of
-    "something not seen yet", is root_novelty at the root and branch_novelty below it. A single
-    observation is thus never certain, and evidence adds up across the sources.
+    s = datastore_weight, less where the datastore's evidence exceeds datastore_cap. novelty is
+    the weight of "something not seen": novelty / m ** novelty_power times the weight of one of
+    the longest matches, the larger of the two sources'; below the root m is longer by the tokens
+    drafted. So what was seen once is believed little after a match of one token, and mostly after
+    one of eight, and evidence adds up within a source and across the two.
     """
 
-    prefix_length: int = 4
-    """P: at most so many of the last tokens are matched (1..16)."""
+    prefix_length: int = 8
+    """P: at most so many of the last tokens are matched (1..12). The paper's system uses 4; a
+    longer one tells a text seen before from a common phrase."""
     branch_length: int = 8
     """Continuations are at most this long, in tokens (1..64)."""
     max_samples: int = 100
@@ -49,18 +52,23 @@ class RetrievalConfig:
     """Tokens one InputTrie keeps; beyond that it forgets the older half (about 30 B/token)."""
     min_matches: int = 32
     """Shorter datastore prefixes are searched too until this many occurrences are found."""
-    input_decay: float = 0.25
-    """Weight of an input occurrence per token that its match is shorter than P, in (0, 1]."""
-    datastore_decay: float = 0.25
+    input_power: float = 3.0
+    """How much more a longer match weighs in the input: (m / 4) ** input_power."""
+    datastore_power: float = 6.0
     """The same for occurrences in the datastore."""
     datastore_weight: float = 0.5
-    """Weight of one datastore occurrence against one input occurrence."""
+    """Weight of one datastore occurrence against an input occurrence."""
     datastore_cap: float = 20.0
-    """Datastore evidence saturates at this count, so that the input keeps a say."""
-    root_novelty: float = 0.5
-    """Weight of unseen continuations at the root, in occurrences."""
-    branch_novelty: float = 0.3
-    """The same below the root, where the match is longer by the tokens drafted."""
+    """Datastore evidence counts for at most so many of its longest matches, so that the input
+    keeps a say."""
+    input_novelty: float = 3.0
+    """Unseen continuations after an input match of one token, in occurrences."""
+    input_novelty_power: float = 1.0
+    """How fast that falls with the length of the match."""
+    datastore_novelty: float = 15.0
+    """Unseen continuations after a datastore match of one token, in occurrences."""
+    datastore_novelty_power: float = 1.7
+    """How fast that falls with the length of the match."""
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -78,12 +86,14 @@ class RetrievalConfig:
             if not low <= value <= high:
                 raise DatastoreError(f"{name} must be between {low} and {high}, got {value}")
         for name, low_open, high_closed in (
-            ("input_decay", 0.0, 1.0),
-            ("datastore_decay", 0.0, 1.0),
+            ("input_power", 0.0, 20.0),
+            ("datastore_power", 0.0, 20.0),
             ("datastore_weight", 0.0, 1e6),
             ("datastore_cap", 0.0, 1e9),
-            ("root_novelty", 0.0, 1e6),
-            ("branch_novelty", 0.0, 1e6),
+            ("input_novelty", 0.0, 1e6),
+            ("input_novelty_power", 0.0, 20.0),
+            ("datastore_novelty", 0.0, 1e6),
+            ("datastore_novelty_power", 0.0, 20.0),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float, np.floating)):
@@ -110,15 +120,22 @@ class RetrievalConfig:
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """float64[6]: the real-valued options, as the compiled search reads them."""
-        return np.array(
-            [
-                self.input_decay,
-                self.datastore_decay,
-                self.datastore_weight,
-                self.datastore_cap,
-                self.root_novelty,
-                self.branch_novelty,
-            ],
-            dtype=np.float64,
+        """float64[2]: datastore_weight and datastore_cap."""
+        return np.array([self.datastore_weight, self.datastore_cap], np.float64)
+
+    @cached_property
+    def length_weights(self) -> np.ndarray:
+        """float64[2, P + 1]: weight of an occurrence by match length, for input and datastore."""
+        lengths = np.arange(self.prefix_length + 1.0) / 4.0
+        return np.stack((lengths**self.input_power, lengths**self.datastore_power))
+
+    @cached_property
+    def novelty(self) -> np.ndarray:
+        """float64[2, P + branch_length + 1]: occurrences of something unseen, by match length."""
+        lengths = np.maximum(np.arange(self.prefix_length + self.branch_length + 1.0), 1.0)
+        return np.stack(
+            (
+                self.input_novelty * lengths**-self.input_novelty_power,
+                self.datastore_novelty * lengths**-self.datastore_novelty_power,
+            )
         )

@@ -5,15 +5,16 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from os import PathLike
+from typing import Any
 
 import numpy as np
 
 from .config import DatastoreError
-from .segment import (
-    Segment,
-    Snapshot,
-    build_segments,
-)
+from .input_trie import as_token_ids
+from .segment import Segment, Snapshot, build_segments, merge_in_slices, split_document
+from .storage import StoredDatastore, read_datastore, write_datastore
 
 logger = logging.getLogger(__name__)
 

@@ -55,7 +55,7 @@ class InputTrie:
         self._seen += new.size
         limit = self.config.max_input_tokens
         if self._size + new.size > limit:
-            kept = np.concatenate((self._tokens[: self._size], new))[-(limit + 1) // 2 :]
+            kept = np.concatenate((self._tokens[: self._size], new))[-((limit + 1) // 2) :]
             self._size = 0
             self._last_one.fill(0)
             self._last_two.fill(0)

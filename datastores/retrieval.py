@@ -93,6 +93,8 @@ def retrieve(
         budgets,
         config.limits,
         config.weights,
+        config.length_weights,
+        config.novelty,
         float(min_prob),
         tokens,
         parents,
@@ -115,6 +117,8 @@ def _retrieve_batch(
     budgets,
     limits,
     weights,
+    length_weights,
+    novelty,
     min_prob,
     tokens,
     parents,
@@ -124,10 +128,11 @@ def _retrieve_batch(
 ):
     longest, branch, max_samples, max_input, max_scan, min_matches = limits
     no_int32 = np.empty(0, np.int32)
-    # The tree: links int32[node, token | first child | last child | next sibling | drafted as]
+    # The tree: links int32[node, token | first child | last child | next sibling | drafted as |
+    # depth | longest input match | longest datastore match among those that go on from here]
     # and counts float64[node, input | datastore | the same two summed over the children].
     capacity = 1 + (max_samples + max_input) * branch
-    links = np.empty((capacity, 5), np.int32)
+    links = np.empty((capacity, 8), np.int32)
     counts = np.empty((capacity, 4), np.float64)
     heap_probs = np.empty(capacity, np.float64)
     heap_nodes = np.empty(capacity, np.int32)
@@ -140,7 +145,8 @@ def _retrieve_batch(
         if size == 0 or budgets[request] == 0:
             continue
         seen = array_at(rows[request, 0], size, no_int32)
-        links[0] = -1
+        links[0, :5] = -1
+        links[0, 5:] = 0
         counts[0] = 0.0
         nodes = 1
 
@@ -150,25 +156,33 @@ def _retrieve_batch(
             seen, same_one, same_two, longest, max_input, max_scan, found, lengths
         )
         for k in range(n):
-            weight = weights[0] ** (longest - lengths[k])
+            length = np.int64(lengths[k])
+            weight = length_weights[0, length]
             # The input's own tokens have no separator; -1 is none of them.
-            nodes = _fold(seen, np.int64(found[k]), branch, -1, weight, 0, links, counts, nodes)
+            nodes = _fold(
+                seen, np.int64(found[k]), branch, -1, length, weight, 0, links, counts, nodes
+            )
 
         if segments.shape[0] > 0 and max_samples > 0:
-            query = seen[max(0, size - longest) :]
+            # Ids that the datastore cannot hold match nothing; the separator is the first of them.
+            start = max(0, size - longest)
+            for position in range(start, size):
+                if seen[position] >= separator:
+                    start = position + 1
+            query = seen[start:]
             nodes = _fold_datastore(
-                query, segments, no_tokens, separator, branch, max_samples, min_matches, longest,
-                weights[1], intervals, links, counts, nodes,
+                query, segments, no_tokens, separator, branch, max_samples, min_matches,
+                length_weights[1], intervals, links, counts, nodes,
             )  # fmt: skip
         sizes[request] = _draft_best_first(
-            weights, min_prob, budgets[request], links, counts, heap_probs, heap_nodes,
+            weights, length_weights, novelty, min_prob, budgets[request], links, counts, heap_probs, heap_nodes,
             tokens[request], parents[request], probs[request], sources[request],
         )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
 def _fold_datastore(
-    query, segments, no_tokens, separator, branch, max_samples, min_matches, longest, decay,
+    query, segments, no_tokens, separator, branch, max_samples, min_matches, length_weights,
     intervals, links, counts, nodes,
 ):  # fmt: skip
     """Samples continuations of the longest matches, then of shorter ones while there are few.
@@ -191,7 +205,7 @@ def _fold_datastore(
             total += high - low
         if total > matches:
             samples = min(left, total)
-            weight = decay ** (longest - length) * (total / samples)
+            weight = length_weights[length] * (total / samples)
             s = 0
             skipped = np.int64(0)  # matches in the sub-indices before s
             for k in range(samples):
@@ -208,8 +222,9 @@ def _fold_datastore(
                         continue
                 left -= 1
                 nodes = _fold(
-                    corpus, position + length, branch, separator, weight, 1, links, counts, nodes
-                )
+                    corpus, position + length, branch, separator, length, weight, 1, links,
+                    counts, nodes,
+                )  # fmt: skip
         matches = total
         if total >= min_matches or left == 0:
             break
@@ -217,7 +232,7 @@ def _fold_datastore(
 
 
 @njit(cache=True, nogil=True)
-def _fold(tokens, start, branch, separator, weight, source, links, counts, nodes):
+def _fold(tokens, start, branch, separator, length, weight, source, links, counts, nodes):
     """Adds the continuation at tokens[start:] to the tree; returns its new size."""
     node = 0
     for position in range(start, min(start + branch, tokens.size)):
@@ -225,14 +240,17 @@ def _fold(tokens, start, branch, separator, weight, source, links, counts, nodes
         if token == separator:
             break
         counts[node, 2 + source] += weight
+        links[node, 6 + source] = max(links[node, 6 + source], length)
         child = links[node, 1]
         while child >= 0 and links[child, 0] != token:
             child = links[child, 3]
         if child < 0:
             child = nodes
             nodes += 1
-            links[child] = -1
             links[child, 0] = token
+            links[child, 1:5] = -1
+            links[child, 5] = links[node, 5] + 1
+            links[child, 6:] = 0
             counts[child] = 0.0
             if links[node, 1] < 0:
                 links[node, 1] = child
@@ -246,24 +264,28 @@ def _fold(tokens, start, branch, separator, weight, source, links, counts, nodes
 
 @njit(cache=True, nogil=True)
 def _draft_best_first(
-    weights, min_prob, budget, links, counts, heap_probs, heap_nodes,
+    weights, length_weights, novelty, min_prob, budget, links, counts, heap_probs, heap_nodes,
     tokens, parents, probs, sources,
 ):  # fmt: skip
     """Takes nodes in the order of their path probabilities (RetrievalConfig's estimator)."""
-    weight, cap = weights[2], weights[3]
     links[0, 4] = -1
     drafted = 0
     heap = 0
     node = 0
     path = 1.0
-    novelty = weights[4]
     while True:
-        seen_datastore = counts[node, 3]
+        depth = links[node, 5]
+        longest = links[node, 6]
+        unseen = length_weights[0, longest] * novelty[0, longest + depth]
+        total = counts[node, 2]
         scale = 0.0
-        if seen_datastore > 0.0:
-            scale = weight * min(1.0, cap / seen_datastore)
-        total = counts[node, 2] + scale * seen_datastore + novelty
-        novelty = weights[5]
+        longest = links[node, 7]
+        if longest > 0:
+            evidence = counts[node, 3]
+            scale = weights[0] * min(1.0, weights[1] * length_weights[1, longest] / evidence)
+            total += scale * evidence
+            unseen = max(unseen, scale * length_weights[1, longest] * novelty[1, longest + depth])
+        total += unseen
         child = links[node, 1]
         while child >= 0:
             prob = path * (counts[child, 0] + scale * counts[child, 1]) / total

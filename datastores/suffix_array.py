@@ -32,7 +32,7 @@ def suffix_sort(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     """
     order = _positions(tokens, vocab_size)
     bits = max(1, int(vocab_size).bit_length())
-    _sort_positions(tokens, order, vocab_size, bits, 64 // bits)
+    _sort_positions(tokens, order, vocab_size, bits, min(64 // bits, SORT_DEPTH))
     return order
 
 

@@ -6,7 +6,7 @@ bs + (the sum of the nodes' probabilities) tokens; the width with the most token
 wins, and width 1 is a plain decode step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,32 +27,43 @@ def candidate_widths(max_width: int) -> list[int]:
 class CostModel:
     """Seconds of a forward pass over `tokens` tokens, learned from the passes that are run.
 
-    Starts from `prior`, the relative cost of a few token counts on an idle machine, scaled to
-    the observed time of the count seen most; each observation then corrects its own count.
+    Starts from `prior`, measured costs of a few token counts; each observation corrects its own
+    count. An observation that is MAX_AGE passes old gives way to the prior, so that one bad
+    spell of the machine does not rule a width out for good.
+
+    Args:
+        prior: cost by token count, in any unit: it is scaled to what is observed.
     """
 
-    def __init__(self, prior: dict[int, float]):
+    MAX_AGE = 2000
+
+    def __init__(self, prior: Mapping[int, float]):
         self._prior_tokens = np.array(sorted(prior), dtype=np.float64)
-        self._prior_cost = np.array([prior[t] for t in sorted(prior)], dtype=np.float64)
-        self._seen: dict[int, float] = {}
-        self._scale: float | None = None
+        costs = np.array([prior[t] for t in sorted(prior)], dtype=np.float64)
+        # More tokens never cost less: a count that looks dearer than a larger one was disturbed.
+        self._prior_cost = np.minimum.accumulate(costs[::-1])[::-1]
+        self._seen: dict[int, tuple[float, int]] = {}
+        self._passes = 0
+        self._scale = 1.0
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Take in that a forward pass over `tokens` tokens took `seconds`."""
-        old = self._seen.get(tokens)
-        # A step that something else delayed says little: clip it to twice what was expected.
-        if old is not None:
-            seconds = min(seconds, 2.0 * old)
-        self._seen[tokens] = seconds if old is None else 0.9 * old + 0.1 * seconds
-        ratio = self._seen[tokens] / self._prior(tokens)
-        self._scale = ratio if self._scale is None else 0.95 * self._scale + 0.05 * ratio
+        self._passes += 1
+        old = self._recent(tokens)
+        # A pass that something else delayed says little: it counts as half as long again.
+        mean = seconds if old is None else 0.9 * old + 0.1 * min(seconds, 1.5 * old)
+        self._seen[tokens] = (mean, self._passes)
+        ratio = mean / self._prior(tokens)
+        self._scale = ratio if self._passes == 1 else 0.95 * self._scale + 0.05 * ratio
 
     def cost(self, tokens: int) -> float:
-        """Seconds expected for `tokens` tokens (relative units before any observation)."""
-        seen = self._seen.get(tokens)
-        if seen is not None:
-            return seen
-        return self._prior(tokens) * (self._scale or 1.0)
+        """Seconds expected for `tokens` tokens (the prior's unit before any observation)."""
+        recent = self._recent(tokens)
+        return self._prior(tokens) * self._scale if recent is None else recent
+
+    def _recent(self, tokens: int) -> float | None:
+        mean, at = self._seen.get(tokens, (0.0, -self.MAX_AGE))
+        return mean if self._passes - at < self.MAX_AGE else None
 
     def _prior(self, tokens: int) -> float:
         last_tokens, last_cost = self._prior_tokens[-1], self._prior_cost[-1]

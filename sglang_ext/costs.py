@@ -9,7 +9,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 32, 64)
-_REPEATS = 3
+_REPEATS = 5
 
 
 @torch.inference_mode()
@@ -20,16 +20,18 @@ def measure_forward_cost(model: torch.nn.Module) -> dict[int, float]:
     cost per token falls with the number of tokens; the worker corrects the rest as it serves.
     """
     layers = [m for m in model.modules() if hasattr(m, "quant_method") and _input_size(m)]
-    costs = {}
-    for tokens in TOKEN_COUNTS:
-        inputs = {size: torch.randn(tokens, size) for size in {_input_size(m) for m in layers}}
-        times = []
-        for _ in range(_REPEATS):
+    if hasattr(getattr(model, "lm_head", None), "quant_method"):
+        layers.append(model.lm_head)
+    features = [_input_size(layer) or layer.embedding_dim for layer in layers]
+    costs = dict.fromkeys(TOKEN_COUNTS, float("inf"))
+    for _ in range(_REPEATS):
+        # The counts take turns, so that a disturbance does not hit one of them alone.
+        for tokens in TOKEN_COUNTS:
+            inputs = {size: torch.randn(tokens, size) for size in set(features)}
             start = time.perf_counter()
-            for layer in layers:
-                layer.quant_method.apply(layer, inputs[_input_size(layer)])
-            times.append(time.perf_counter() - start)
-        costs[tokens] = min(times)
+            for layer, size in zip(layers, features, strict=True):
+                layer.quant_method.apply(layer, inputs[size])
+            costs[tokens] = min(costs[tokens], time.perf_counter() - start)
     logger.info(
         "sglang-ext forward cost: %s ms for %s tokens",
         " / ".join(f"{1e3 * costs[t]:.1f}" for t in TOKEN_COUNTS),
@@ -39,7 +41,6 @@ def measure_forward_cost(model: torch.nn.Module) -> dict[int, float]:
 
 
 def _input_size(module: Any) -> int:
+    """Input features of a linear layer, 0 for other modules."""
     size = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None)
-    if size is None and hasattr(module, "embedding_dim"):
-        size = module.embedding_dim  # the LM head
     return int(size or 0)

@@ -16,13 +16,18 @@ def register() -> None:
     """Register the speculative algorithm, the CPU backend and the request checks."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from sglang_ext import cpu
+    from sglang_ext.cpu.install import wants_cpu_engine
 
     SpeculativeAlgorithm.register(
         ALGORITHM, supports_overlap=True, spec_class=_host_drafted_algorithm()
     )(_worker_class)
-    cpu.register()
+    if wants_cpu_engine():
+        from sglang_ext.cpu import attention, linear
+
+        attention.register()
+        linear.register()
     _check_request_options()
+    _open_corpus_endpoints()
 
 
 def _worker_class(server_args: Any) -> type:
@@ -109,3 +114,29 @@ def _check_request_options() -> None:
     HookRegistry.register(
         "sglang.srt.sampling.sampling_params.SamplingParams.verify", verify, HookType.AFTER
     )
+
+
+def _open_corpus_endpoints() -> None:
+    """Let SGLang's corpus endpoints serve our algorithm: they look for the name NGRAM."""
+    # Not through HookRegistry: it would replace get_spec in every module that imports it.
+    from sglang.srt.managers import tokenizer_control_mixin
+
+    original = tokenizer_control_mixin.get_spec
+
+    def get_spec() -> Any:
+        spec = original()
+        return _AsNgram(spec) if spec.speculative_algorithm == ALGORITHM else spec
+
+    tokenizer_control_mixin.get_spec = get_spec
+
+
+class _AsNgram:
+    """SGLang's speculative settings under the name NGRAM."""
+
+    speculative_algorithm = "NGRAM"
+
+    def __init__(self, spec: Any):
+        self._spec = spec
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._spec, name)

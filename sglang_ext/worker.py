@@ -82,8 +82,9 @@ class SpeculativeWorker(BaseSpecWorker):
         }
         self.widths = candidate_widths(self.speculative_num_draft_tokens)
         self.calibrations = {name: Calibration() for name in self.drafters}
-        self.cost: CostModel | None = None
-        self.requests: RequestTable | None = None
+        # Made in alloc_memory_pool(), once SGLang knows how many requests may run.
+        self.requests: RequestTable
+        self.cost: CostModel
         logger.info(
             "sglang-ext drafters: %s (default %s), up to %d nodes a step, budget %s",
             ", ".join(self.drafters) or "none",
@@ -236,7 +237,7 @@ class SpeculativeWorker(BaseSpecWorker):
         if self.options.budget == "fixed" or longest == 0:
             return min(longest + 1, self.speculative_num_draft_tokens)
         probs = [
-            self._calibration(r)(tree.probs) if len(tree) else tree.probs
+            self._calibration(r)(tree.probs) if len(tree) else np.empty(0)
             for r, tree in zip(running, trees, strict=True)
         ]
         return choose_width(probs, self.widths, self.cost)
@@ -254,7 +255,7 @@ class SpeculativeWorker(BaseSpecWorker):
         return bool(
             info.has_custom_logit_processor
             or info.has_watermark_candidates
-            or info.return_sampling_masks is not None
+            or info.sampling_mask_batch_indices is not None
             or batch.return_hidden_states
         )
 
@@ -280,7 +281,7 @@ class SpeculativeWorker(BaseSpecWorker):
         self._set_exact_penalties(batch, running)
         start = time.perf_counter()
         result = self._target_worker.forward_batch_generation(batch)
-        if self.cost is not None:
+        if self.on_host:
             self.cost.observe(len(running), time.perf_counter() - start)
         if on_publish is not None:
             on_publish(new_seq_lens)
@@ -314,7 +315,7 @@ class SpeculativeWorker(BaseSpecWorker):
         verify_input = self._prepare_verify(batch, packed)
         start = time.perf_counter()
         result = self._target_worker.forward_batch_generation(batch, is_verify=True)
-        if self.cost is not None:
+        if self.on_host:
             self.cost.observe(packed.tokens.size, time.perf_counter() - start)
         logits_output = result.logits_output
         self._adjust_logits(logits_output.next_token_logits, batch, running, packed)
@@ -440,10 +441,9 @@ class SpeculativeWorker(BaseSpecWorker):
         )
 
     def _calibrate(self, running, trees, packed: PackedTrees, accepted: Accepted) -> None:
-        on_path = np.zeros(packed.tokens.size, dtype=bool)
         index = accepted.accept_index.numpy()
-        on_path[index[index >= 0]] = True
-        on_path = on_path.reshape(packed.tokens.shape)
+        on_path = np.zeros(packed.tokens.shape, dtype=bool)
+        on_path.reshape(-1)[index[index >= 0]] = True
         for b, (r, tree) in enumerate(zip(running, trees, strict=True)):
             n = int(packed.sizes[b]) - 1
             if n:

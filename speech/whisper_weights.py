@@ -65,7 +65,9 @@ def hf_tensors(model: CTranslate2Model) -> dict[str, np.ndarray]:
     out: dict[str, np.ndarray] = {}
     for side in ("encoder", "decoder"):
         prefix = f"model.{side}"
-        out[f"{prefix}.embed_positions.weight"] = source.take(f"{side}/position_encodings/encodings")
+        out[f"{prefix}.embed_positions.weight"] = source.take(
+            f"{side}/position_encodings/encodings"
+        )
         out |= source.norm(f"{side}/layer_norm", f"{prefix}.layer_norm")
         for index in range(_layer_count(model, side)):
             layer, to = f"{side}/layer_{index}", f"{prefix}.layers.{index}"
@@ -104,7 +106,10 @@ class _Weights:
         return np.ascontiguousarray(self._left.pop(name), dtype=np.float32)
 
     def linear(self, name: str, to: str) -> dict[str, np.ndarray]:
-        return {f"{to}.weight": self.take(f"{name}/weight"), f"{to}.bias": self.take(f"{name}/bias")}
+        return {
+            f"{to}.weight": self.take(f"{name}/weight"),
+            f"{to}.bias": self.take(f"{name}/bias"),
+        }
 
     def norm(self, name: str, to: str) -> dict[str, np.ndarray]:
         return {f"{to}.weight": self.take(f"{name}/gamma"), f"{to}.bias": self.take(f"{name}/beta")}
@@ -128,7 +133,9 @@ class _Weights:
 
 
 def _layer_count(model: CTranslate2Model, side: str) -> int:
-    return len({n.split("/")[1] for n in model.variables if n.startswith(f"{side}/layer_")} - {"layer_norm"})
+    """How many layers the variables named SIDE/layer_N/... make."""
+    parts = {name.split("/")[1] for name in model.variables if name.startswith(f"{side}/")}
+    return sum(part.removeprefix("layer_").isdigit() for part in parts)
 
 
 def _with_timestamps(tokenizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
@@ -215,6 +222,8 @@ def _generation_config(
         languages = range(ids["<|startoftranscript|>"] + 1, ids["<|translate|>"])
         token_of = {index: token for token, index in ids.items()}
         out["lang_to_id"] = {token_of[index]: index for index in languages}
+        # Without a default task transformers leaves the task token out, and the output is garbage.
+        out["task"] = "transcribe"
         out["task_to_id"] = {task: ids[f"<|{task}|>"] for task in ("transcribe", "translate")}
     return out
 
@@ -247,13 +256,10 @@ def _tokenizer_config(tokenizer: dict[str, Any]) -> dict[str, Any]:
         "eos_token": end,
         "unk_token": end,
         "pad_token": end,
+        # Without this list transformers takes all ids after <|endoftext|> for timestamps.
         "additional_special_tokens": specials,
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1024,
         "errors": "replace",
-        "added_tokens_decoder": {
-            str(token["id"]): {key: value for key, value in token.items() if key != "id"}
-            for token in tokenizer["added_tokens"]
-        },
     }

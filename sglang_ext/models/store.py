@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +22,11 @@ from sglang_ext.models.registry import (
     ModelError,
     ModelSpec,
     UnknownModelError,
+    describe_unknown,
     find_spec,
 )
+
+Report = Callable[[str], None]  # shows one line of progress
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,9 @@ def resolve(name_or_path: str) -> str:
         raise UnknownModelError(f"no such model directory: {name_or_path}")
     if "/" in name_or_path:
         return name_or_path
-    try:
-        find_spec(name_or_path)
-    except UnknownModelError as error:
-        raise UnknownModelError(
-            f"{error}; a hub id has the form owner/name, and no such path exists"
-        ) from None
-    raise AssertionError("unreachable: registered names were handled above")
+    raise UnknownModelError(
+        f"{describe_unknown(name_or_path)}; a hub id has the form owner/name, and a path must exist"
+    )
 
 
 def fetch(
@@ -139,7 +138,7 @@ def _models_dir(cache_dir: str | os.PathLike[str] | None) -> Path:
     return (Path(cache_dir) if cache_dir is not None else default_cache_dir()).absolute() / "models"
 
 
-def _reporter(name: str, progress: bool):
+def _reporter(name: str, progress: bool) -> Report:
     def report(message: str) -> None:
         if progress:
             print(f"{name}: {message}", file=sys.stderr, flush=True)
@@ -148,7 +147,7 @@ def _reporter(name: str, progress: bool):
 
 
 @contextlib.contextmanager
-def _locked(path: Path, report) -> Iterator[None]:
+def _locked(path: Path, report: Report) -> Iterator[None]:
     """Hold an exclusive lock on `path`; the system frees it should this process die."""
     from filelock import FileLock, Timeout
 
@@ -170,7 +169,7 @@ def _remove_leftovers(target: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _make(spec: ModelSpec, target: Path, progress: bool, report) -> None:
+def _make(spec: ModelSpec, target: Path, progress: bool, report: Report) -> None:
     """Download, check, convert; then put the result in place by renaming it."""
     started = time.monotonic()
     source_bytes = sum(file.size for file in spec.files)

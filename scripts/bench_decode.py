@@ -1,0 +1,199 @@
+"""Decoding speed at batch 1: SSSD cold, warm and on repeated prompts, against plain SGLang and
+SGLang's own NGRAM, all servers up in one run and every prompt answered by each in turn.
+
+Warm means that the datastore holds the served model's own answers to other Spec-Bench prompts of
+the same categories. NGRAM gets the same answers as its external corpus. The plain server is
+SGLang on the same CPU engine, prepacked weights included.
+
+    python -m scripts.bench_decode [--prompts N] [--tokens N] [--quick] [--json FILE]
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from scripts.client import Completion, generate_all, stream
+from scripts.figures import parser, report
+from scripts.prompts import Prompt, spec_bench, tokenizer
+from scripts.server import Server
+from sglang_ext.models.store import default_cache_dir
+
+WARM_TOKENS = 110_000
+QUICK_WARM_TOKENS = 20_000
+DRAFT_TOKENS = 16
+
+
+@dataclass
+class Timing:
+    """What one contender did in one phase."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    accept_lengths: list[float] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    def add(self, answer: Completion) -> None:
+        """Count an answer; its first token belongs to the prefill."""
+        self.tokens += len(answer.token_ids) - 1
+        self.seconds += answer.decode_seconds
+        self.accept_lengths.append(answer.accept_length)
+        self.outputs.append(answer.token_ids)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A server, and what to ask it for."""
+
+    url: str
+    params: Mapping[str, Any] | None = None
+
+
+def main() -> int:
+    args = parser(__doc__)
+    args.add_argument("--prompts", type=int, default=52, help="prompts measured [52]")
+    args.add_argument("--tokens", type=int, default=128, help="most tokens per answer [128]")
+    args.add_argument("--warm-tokens", type=int, default=WARM_TOKENS, help="[%(default)s]")
+    options = args.parse_args()
+    if options.quick:
+        options.prompts, options.tokens = 13, 64
+        options.warm_tokens = QUICK_WARM_TOKENS
+    prompts = spec_bench(options.model, max_prompt_tokens=512)
+    measured, others = prompts[: options.prompts], prompts[options.prompts :]
+
+    with ExitStack() as stack:
+        plain = Server(options.model, name="plain").start()
+        stack.callback(plain.stop)
+        plain.wait()
+        answers = warm_answers(options.model, plain.base_url, others, options.warm_tokens)
+        texts = [tokenizer(options.model).decode(answer) for answer in answers]
+        sssd = Server(options.model, flags("SSSD"), name="sssd").start()
+        stack.callback(sssd.stop)
+        ngram = Server(options.model, flags("NGRAM"), name="ngram").start()
+        stack.callback(ngram.stop)
+        for server in (sssd, ngram):
+            server.wait()
+
+        p = Contender(plain.base_url)
+        phases = {
+            "cold": {"plain": p, "sssd": Contender(sssd.base_url, {"ingest": False})},
+            "warm": {
+                "plain": p,
+                "ngram": Contender(ngram.base_url),
+                "sssd": Contender(sssd.base_url),
+            },
+            "repeat": {"plain": p, "sssd": Contender(sssd.base_url)},
+        }
+        results = {}
+        for phase, contenders in phases.items():
+            if phase == "warm":
+                for server in (sssd, ngram):
+                    add_corpus(server.base_url, texts)
+            results[phase] = race(phase, contenders, measured, options.tokens)
+    figures = summarize(results) | {"warm_tokens": sum(map(len, answers))}
+    report(figures, options.json)
+    return 0
+
+
+def flags(algorithm: str) -> list[str]:
+    """A server's flags for one algorithm."""
+    return [
+        "--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", str(DRAFT_TOKENS),
+        *(["--speculative-ngram-external-sam-budget", "8"] if algorithm == "NGRAM" else []),
+    ]  # fmt: skip
+
+
+def warm_answers(model: str, url: str, prompts: Sequence[Prompt], wanted: int) -> list[list[int]]:
+    """The model's own answers to `prompts`, at least `wanted` tokens, kept for the next run."""
+    path = default_cache_dir() / "bench" / f"answers-{Path(model).name}.jsonl"
+    answers: list[list[int]] = []
+    if path.exists():
+        answers = [json.loads(line) for line in path.read_text().splitlines()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ids = [prompt.input_ids for prompt in prompts]
+    while (have := sum(map(len, answers))) < wanted:
+        # Greedy answers first; where those are too few, sampled ones.
+        sampling: dict[str, float] = {"temperature": 0.7} if len(answers) >= len(ids) else {}
+        start = len(answers) % len(ids)
+        batch = ids[start : start + 64]
+        label = f"warm-up answers, {have} of {wanted} tokens"
+        for answer in generate_all(
+            url, batch, in_flight=32, label=label, max_new_tokens=320, **sampling
+        ):
+            answers.append(answer.token_ids)
+        path.write_text("\n".join(map(json.dumps, answers)))
+    return answers
+
+
+def add_corpus(url: str, texts: Sequence[str]) -> None:
+    """SGLang's /add_external_corpus."""
+    response = requests.post(
+        url + "/add_external_corpus",
+        json={"corpus_id": "answers", "documents": list(texts)},
+        timeout=300,
+    )
+    response.raise_for_status()
+    print(f"{url}: {response.json()['message']}")
+
+
+def race(
+    phase: str, contenders: Mapping[str, Contender], prompts: Sequence[Prompt], tokens: int
+) -> dict[str, Timing]:
+    """Every contender answers every prompt; who goes first takes turns."""
+    timings = {name: Timing() for name in contenders}
+    names = list(contenders)
+    for i, prompt in enumerate(prompts):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            contender = contenders[name]
+            timings[name].add(
+                stream(
+                    contender.url, prompt.input_ids, params=contender.params,
+                    max_new_tokens=tokens,
+                )
+            )  # fmt: skip
+        speeds = ", ".join(f"{n} {t.tokens_per_s:.1f}" for n, t in timings.items())
+        print(f"\r{phase} {i + 1}/{len(prompts)}: {speeds} tok/s", end="", flush=True)
+    print()
+    return timings
+
+
+def summarize(results: Mapping[str, Mapping[str, Timing]]) -> dict[str, float]:
+    """Print the table; return the figures of the issue."""
+    print(
+        f"\n{'phase':8} {'server':8} {'tok/s':>8} {'ratio':>7} {'accept length':>14}  same tokens"
+    )
+    for phase, timings in results.items():
+        base = timings["plain"]
+        for name, timing in timings.items():
+            same = sum(a == b for a, b in zip(timing.outputs, base.outputs, strict=True))
+            print(
+                f"{phase:8} {name:8} {timing.tokens_per_s:>8.1f} "
+                f"{timing.tokens_per_s / base.tokens_per_s:>7.2f} "
+                f"{statistics.mean(timing.accept_lengths):>14.2f}  "
+                f"{same}/{len(base.outputs)}"
+            )
+
+    def ratio(phase: str, name: str = "sssd", to: str = "plain") -> float:
+        return results[phase][name].tokens_per_s / results[phase][to].tokens_per_s
+
+    return {
+        "ratio_cold": ratio("cold"),
+        "ratio_warm": ratio("warm"),
+        "ratio_repeat": ratio("repeat"),
+        "ratio_vs_ngram": ratio("warm", "sssd", "ngram"),
+        "accept_length_warm": statistics.mean(results["warm"]["sssd"].accept_lengths),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Greedy output with speculation against plain SGLang's, token id by token id.
+
+Plain SGLang answers every prompt twice at batch 1 and twice at batch 8. Then SSSD servers
+answer them cold (empty datastore), with random trees, with the truth as draft, and warm (a
+datastore that holds the answers). A prompt on which plain SGLang contradicts itself at that
+batch size is shown and not counted.
+
+    python -m scripts.check_lossless [--prompts N] [--tokens N] [--quick] [--json FILE]
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.client import Completion, generate_all
+from scripts.figures import parser, report
+from scripts.prompts import Prompt, spec_bench
+from scripts.server import Server
+
+BATCH_SIZES = (1, 8)
+# Two servers: one verifies every draft, good or bad; one chooses its budget as users' do.
+# budget -> label -> custom_params; "warm" comes after the answers have joined the datastore.
+MODES: dict[str, dict[str, dict[str, Any]]] = {
+    "fixed": {
+        "cold": {"drafter": "sssd", "ingest": False},
+        "random": {"drafter": "random"},
+        "truth": {"drafter": "oracle"},
+    },
+    "auto": {"cold, auto": {"ingest": False}, "fill": {}, "warm, auto": {}},
+}
+
+
+def main() -> int:
+    args = parser(__doc__)
+    args.add_argument("--prompts", type=int, default=104, help="prompts of Spec-Bench [104]")
+    args.add_argument("--tokens", type=int, default=64, help="tokens per answer [64]")
+    options = args.parse_args()
+    count = 13 if options.quick else options.prompts
+    longest = 256 if options.quick else 1024
+    prompts = spec_bench(options.model, max_prompt_tokens=longest)[:count]
+    ids = [prompt.input_ids for prompt in prompts]
+    run = {"max_new_tokens": options.tokens, "ignore_eos": True}
+
+    plain: dict[int, list[list[Completion]]] = {}
+    with Server(options.model, name="plain") as server:
+        for batch in BATCH_SIZES:
+            plain[batch] = [
+                generate_all(
+                    server.base_url, ids, in_flight=batch, label=f"plain {batch} #{i}", **run
+                )
+                for i in (1, 2)
+            ]
+
+    with tempfile.TemporaryDirectory() as folder:
+        oracle = write_oracle(Path(folder) / "truth.jsonl", prompts, plain[1][0])
+        flags = [
+            "--speculative-algorithm", "SSSD", "--drafters", "random,oracle",
+            "--oracle-file", str(oracle),
+        ]  # fmt: skip
+        answers = {}
+        for budget, modes in MODES.items():
+            with Server(options.model, [*flags, "--budget", budget], name="sssd") as server:
+                for mode, params in modes.items():
+                    for batch in BATCH_SIZES:
+                        answers[mode, batch] = generate_all(
+                            server.base_url, ids, in_flight=batch, params=params,
+                            label=f"{mode} {batch}", **run,
+                        )  # fmt: skip
+    figures = compare(prompts, plain, answers)
+    report(figures, options.json)
+    return int(figures["mismatches"] > 0)
+
+
+def write_oracle(path: Path, prompts: Sequence[Prompt], answers: Sequence[Completion]) -> Path:
+    """The file that the drafter 'oracle' reads."""
+    lines = [
+        json.dumps({"prompt": list(prompt.input_ids), "output": answer.token_ids})
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def compare(
+    prompts: Sequence[Prompt],
+    plain: dict[int, list[list[Completion]]],
+    answers: dict[tuple[str, int], list[Completion]],
+) -> dict[str, float]:
+    """Print a line per configuration and return the figures of the issue."""
+    total, plain_total, checked = 0, 0, 0
+    print(f"{'configuration':16} {'prompts':>7} {'differ':>7} {'accept length':>14}")
+    unstable = {}
+    for batch, (first, second) in plain.items():
+        unstable[batch] = {
+            i
+            for i, (a, b) in enumerate(zip(first, second, strict=True))
+            if a.token_ids != b.token_ids
+        }
+        plain_total += len(unstable[batch])
+        print(f"plain, batch {batch:<3} {len(first):>7} {len(unstable[batch]):>7}   (with itself)")
+    for (mode, batch), completions in answers.items():
+        differ = []
+        for i, completion in enumerate(completions):
+            if i in unstable[batch]:
+                continue
+            checked += 1
+            expected = plain[batch][0][i].token_ids
+            if completion.token_ids != expected:
+                at = next(
+                    n
+                    for n, (a, b) in enumerate(zip(completion.token_ids, expected, strict=False))
+                    if a != b
+                )
+                differ.append(f"{prompts[i].category} #{i} from token {at}")
+        total += len(differ)
+        mean = sum(c.accept_length for c in completions) / len(completions)
+        print(
+            f"{mode + f', batch {batch}':16} {len(completions):>7} {len(differ):>7} {mean:>14.2f}"
+        )
+        for line in differ[:5]:
+            print(f"    differs: {line}")
+    return {
+        "prompts": len(prompts),
+        "answers_compared": checked,
+        "mismatches": total,
+        "plain_mismatches": plain_total,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Requests to a running server, one at a time or a fixed number in flight."""
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+from tqdm import tqdm
+
+TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a server answered.
+
+    Attributes:
+        token_ids: the output.
+        text: the same, decoded.
+        seconds: from sending the request to its end.
+        decode_seconds: from the first token to the last; `stream` alone measures it.
+        accept_length: tokens per verify step; 1 without speculation.
+    """
+
+    token_ids: list[int]
+    text: str
+    seconds: float
+    decode_seconds: float
+    accept_length: float
+
+
+def generate(
+    base_url: str,
+    input_ids: Sequence[int],
+    *,
+    params: Mapping[str, Any] | None = None,
+    max_new_tokens: int = 64,
+    **sampling: Any,
+) -> Completion:
+    """One /generate request, greedy unless `sampling` says otherwise.
+
+    Args:
+        params: custom_params (drafter, draft_length, ingest).
+        sampling: further sampling_params of SGLang.
+    """
+    body = _body(input_ids, params, max_new_tokens, sampling)
+    start = time.perf_counter()
+    response = requests.post(base_url + "/generate", json=body, timeout=TIMEOUT_S)
+    seconds = time.perf_counter() - start
+    response.raise_for_status()
+    return _completion(response.json(), seconds, 0.0)
+
+
+def stream(
+    base_url: str,
+    input_ids: Sequence[int],
+    *,
+    params: Mapping[str, Any] | None = None,
+    max_new_tokens: int = 64,
+    **sampling: Any,
+) -> Completion:
+    """As `generate`, streamed, so that the time of the first token is known."""
+    body = _body(input_ids, params, max_new_tokens, sampling) | {"stream": True}
+    start, first, last = time.perf_counter(), None, b""
+    with requests.post(
+        base_url + "/generate", json=body, timeout=TIMEOUT_S, stream=True
+    ) as response:
+        response.raise_for_status()
+        for line in response.iter_lines(chunk_size=None):
+            if line.startswith(b"data: {"):
+                last = line
+                first = first or time.perf_counter()
+    end = time.perf_counter()
+    return _completion(json.loads(last[len(b"data: ") :]), end - start, end - (first or end))
+
+
+def _body(
+    input_ids: Sequence[int],
+    params: Mapping[str, Any] | None,
+    max_new_tokens: int,
+    sampling: Mapping[str, Any],
+) -> dict[str, Any]:
+    settings = {"temperature": 0.0, "max_new_tokens": max_new_tokens} | dict(sampling)
+    if params:
+        settings["custom_params"] = dict(params)
+    return {"input_ids": list(input_ids), "sampling_params": settings}
+
+
+def _completion(answer: dict[str, Any], seconds: float, decode_seconds: float) -> Completion:
+    return Completion(
+        token_ids=answer["output_ids"],
+        text=answer["text"],
+        seconds=seconds,
+        decode_seconds=decode_seconds,
+        accept_length=answer["meta_info"].get("spec_accept_length") or 1.0,
+    )
+
+
+def generate_all(
+    base_url: str,
+    prompts: Iterable[Sequence[int]],
+    *,
+    in_flight: int = 1,
+    label: str = "",
+    **kwargs: Any,
+) -> list[Completion]:
+    """Every prompt's completion, `in_flight` at a time, with a progress bar on a terminal."""
+    prompts = list(prompts)
+    with ThreadPoolExecutor(in_flight) as pool:
+        answers = pool.map(lambda prompt: generate(base_url, prompt, **kwargs), prompts)
+        return list(tqdm(answers, total=len(prompts), desc=label, disable=None, leave=False))

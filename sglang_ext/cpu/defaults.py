@@ -1,0 +1,102 @@
+"""The SGLang flags that a server on a CPU needs and that its user should not have to know."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from sglang_ext.cpu.install import wants_cpu_engine
+
+# The KV pool may take this part of the free memory, and never more tokens than this: long contexts
+# are slow on a CPU well before that, and what is not used still counts against other programs.
+_KV_SHARE = 0.25
+_MOST_TOKENS = 65_536
+_FEWEST_TOKENS = 4_096
+# Where the model's shape is not known before SGLang has fetched it.
+_TOKENS_OF_UNKNOWN = 16_384
+_BYTES_PER_ELEMENT = 4  # float32
+# argparse accepts both, and SGLang documents both.
+_MODEL_FLAGS = ("--model-path", "--model")
+
+
+def default_cpu_args(argv: Sequence[str]) -> list[str]:
+    """The flags to add to SGLang's own `argv`; none on a GPU, and none that the user has given.
+
+    Args:
+        argv: SGLang's arguments, without the program's name.
+    """
+    if not wants_cpu_engine() or _value(argv, "--device") not in (None, "cpu"):
+        return []
+    defaults = {
+        # Without it SGLang looks for an accelerator and stops where there is none.
+        "--device": "cpu",
+        # bf16 has no fast path without AMX, and float32 makes greedy output reproducible.
+        "--dtype": "float32",
+        # SGLang's scheduler otherwise polls: an idle server keeps a core busy.
+        "--sleep-on-idle": None,
+        # SGLang reserves 6.5 GB for GPU buffers and finds no room for the model in 8 GB.
+        "--mem-fraction-static": "0.85",
+        # SGLang otherwise turns what memory is left into KV cache, all of it.
+        "--max-total-tokens": str(kv_tokens(argv)),
+    }
+    if _value(argv, "--dtype") in (None, "auto", "float", "float32"):
+        # The backend that knows draft trees; it works in float32 only.
+        defaults["--attention-backend"] = "tree_cpu"
+    else:
+        # SGLang's default for CPUs needs AMX.
+        defaults["--attention-backend"] = "torch_native"
+    if _value(argv, "--speculative-algorithm") is not None:
+        # SGLang does not overlap scheduling with speculation on CPUs, and warns of it.
+        defaults["--disable-overlap-schedule"] = None
+    added: list[str] = []
+    for flag, value in defaults.items():
+        if not _has(argv, flag):
+            added += [flag] if value is None else [flag, value]
+    return added
+
+
+def kv_tokens(argv: Sequence[str]) -> int:
+    """How many tokens the KV pool should hold, from the model's shape and the free memory."""
+    model = next((m for flag in _MODEL_FLAGS if (m := _value(argv, flag)) is not None), None)
+    config = Path(model or "") / "config.json"
+    if model is None or not config.is_file():
+        return _TOKENS_OF_UNKNOWN
+    try:
+        per_token = kv_bytes_per_token(json.loads(config.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError):
+        return _TOKENS_OF_UNKNOWN  # SGLang reads the file next, and says what is wrong with it
+    affordable = int(psutil.virtual_memory().available * _KV_SHARE / per_token)
+    return max(_FEWEST_TOKENS, min(_MOST_TOKENS, affordable))
+
+
+def kv_bytes_per_token(config: dict) -> int:
+    """Bytes of K and V that one token takes in float32, from a Hugging Face config.json.
+
+    Raises:
+        KeyError: where the shape is not stated.
+    """
+    config = config.get("text_config", config)
+    if "encoder_layers" in config:
+        # SGLang's Whisper numbers encoder, self- and cross-attention layers one after another.
+        layers = config["encoder_layers"] + 2 * config["decoder_layers"]
+        return 2 * layers * config["d_model"] * _BYTES_PER_ELEMENT
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    return 2 * config["num_hidden_layers"] * kv_heads * size * _BYTES_PER_ELEMENT
+
+
+def _has(argv: Sequence[str], flag: str) -> bool:
+    return any(argument == flag or argument.startswith(flag + "=") for argument in argv)
+
+
+def _value(argv: Sequence[str], flag: str) -> str | None:
+    """The value of `--flag value` or `--flag=value`; the last one given, as argparse takes it."""
+    value = None
+    for i, argument in enumerate(argv):
+        if argument == flag and i + 1 < len(argv):
+            value = argv[i + 1]
+        elif argument.startswith(flag + "="):
+            value = argument.removeprefix(flag + "=")
+    return value

@@ -1,0 +1,56 @@
+"""Real SGLang servers, one per configuration for the whole test session."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from scripts.prompts import Prompt, spec_bench
+from scripts.server import Server
+
+MODEL = "smollm2-135m-instruct"
+# Small enough that a long prompt's prefill is chunked.
+CHUNK = ["--chunked-prefill-size", "256"]
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[Prompt]:
+    """Short Spec-Bench prompts, one of each category that has one."""
+    return spec_bench(MODEL, max_prompt_tokens=120)[:8]
+
+
+@pytest.fixture(scope="session")
+def plain_server() -> Iterator[Server]:
+    """SGLang without speculation."""
+    with Server(MODEL, CHUNK, name="plain") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def sssd_server() -> Iterator[Server]:
+    """SSSD that verifies every draft it has, with the drafter of random trees at hand."""
+    flags = ["--speculative-algorithm", "SSSD", "--budget", "fixed", "--drafters", "random"]
+    with Server(MODEL, [*flags, *CHUNK, "--enable-metrics"], name="sssd") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def smollm2_server(plain_server: Server) -> Server:
+    """SmolLM2 on plain SGLang."""
+    return plain_server
+
+
+@pytest.fixture(scope="session")
+def whisper_server() -> Iterator[Server]:
+    """Whisper base on plain SGLang."""
+    with Server("whisper-base", name="whisper") as server:
+        yield server
+
+
+JSON_SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "people": {"type": "integer"}},
+        "required": ["city", "people"],
+    }
+)

@@ -1,0 +1,163 @@
+"""Whatever a request asks for, greedy output with speculation is plain SGLang's."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+
+from scripts.prompts import Prompt
+from scripts.server import Server
+from tests.server.conftest import JSON_SCHEMA
+
+DRAFTERS = ("sssd", "random")
+
+
+def answer(server: Server, prompt: Prompt, body: dict[str, Any] | None = None, **sampling: Any):
+    """One greedy /generate answer."""
+    sampling = {"temperature": 0, "max_new_tokens": 48} | sampling
+    response = requests.post(
+        server.base_url + "/generate",
+        json={"input_ids": prompt.input_ids, "sampling_params": sampling} | (body or {}),
+        timeout=300,
+    )
+    assert response.ok, response.text
+    return response.json()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "to the end": {"max_new_tokens": 120},
+    "one token": {"max_new_tokens": 1},
+    "two tokens": {"max_new_tokens": 2},
+    "seven tokens": {"max_new_tokens": 7},
+    "no eos": {"ignore_eos": True},
+    "stop string": {"stop": [" the", ". "]},
+    "stop regex": {"stop_regex": "[a-z]+ing"},
+    "stop token": {"stop_token_ids": [30, 28]},
+    "min new tokens": {"min_new_tokens": 40, "stop_token_ids": [30, 28, 253]},
+    "frequency penalty": {"frequency_penalty": 0.8},
+    "presence penalty": {"presence_penalty": 1.2},
+    "repetition penalty": {"repetition_penalty": 1.3},
+    "all penalties": {
+        "frequency_penalty": 0.3,
+        "presence_penalty": -0.4,
+        "repetition_penalty": 1.1,
+        "min_new_tokens": 20,
+    },
+    "logit bias": {"logit_bias": {"260": 3.0, "253": -5.0}},
+    "regex": {"regex": r"(yes|no|perhaps)( and (yes|no)){3}"},
+    "json schema": {"json_schema": JSON_SCHEMA},
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_output(case, drafter, plain_server, sssd_server, prompts):
+    params = {"custom_params": {"drafter": drafter}}
+    for prompt in prompts[:3]:
+        expected = answer(plain_server, prompt, **CASES[case])
+        got = answer(sssd_server, prompt, **CASES[case], **params)
+        assert got["output_ids"] == expected["output_ids"]
+        assert got["text"] == expected["text"]
+        for key in ("finish_reason", "completion_tokens", "prompt_tokens"):
+            assert got["meta_info"][key] == expected["meta_info"][key]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_requests_join_and_leave_the_batch(drafter, plain_server, sssd_server, prompts):
+    jobs = [(prompts[i % len(prompts)], 5 + 9 * (i % 7)) for i in range(20)]
+    params = {"custom_params": {"drafter": drafter}}
+
+    def run(server: Server, **extra: Any) -> list[list[int]]:
+        with ThreadPoolExecutor(8) as pool:
+            answers = pool.map(lambda j: answer(server, j[0], max_new_tokens=j[1], **extra), jobs)
+            return [a["output_ids"] for a in answers]
+
+    expected, again = run(plain_server), run(plain_server)
+    got = run(sssd_server, **params)
+    # Plain SGLang may contradict itself where two tokens tie; those prove nothing.
+    stable = [i for i in range(len(jobs)) if expected[i] == again[i]]
+    assert len(stable) > len(jobs) // 2
+    assert [got[i] for i in stable] == [expected[i] for i in stable]
+
+
+def test_mixed_drafters_in_one_batch(plain_server, sssd_server, prompts):
+    choices = ["sssd", "random", "none"]
+
+    def run(i: int) -> list[int]:
+        params = {"drafter": choices[i % 3], "draft_length": 1 + 3 * i}
+        return answer(sssd_server, prompts[i], custom_params=params)["output_ids"]
+
+    with ThreadPoolExecutor(6) as pool:
+        got = list(pool.map(run, range(6)))
+    assert got == [answer(plain_server, p)["output_ids"] for p in prompts[:6]]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_logprobs(drafter, plain_server, sssd_server, prompts):
+    body = {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [5, 260]}
+    expected = answer(plain_server, prompts[0], body)["meta_info"]
+    got = answer(sssd_server, prompts[0], body, custom_params={"drafter": drafter})["meta_info"]
+    for key in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
+        assert len(got[key]) == len(expected[key])
+        for a, b in zip(flat(got[key]), flat(expected[key]), strict=True):
+            assert a[1] == b[1]
+            assert a[0] == pytest.approx(b[0], abs=2e-3)
+
+
+def flat(entries: list) -> list:
+    """[(logprob, token, text), ...] of a list of those or of lists of those."""
+    if entries and isinstance(entries[0][0], list):
+        return [item for entry in entries for item in entry]
+    return entries
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_chunked_prefill_and_radix_hits(drafter, plain_server, sssd_server, prompts):
+    long = Prompt("long", "", tuple(t for p in prompts for t in p.input_ids)[:700])
+    longer = Prompt("longer", "", (*long.input_ids, *prompts[0].input_ids))
+    assert len(long.input_ids) > 2 * 256
+    params = {"custom_params": {"drafter": drafter}}
+    for prompt in (long, longer, long):
+        expected = answer(plain_server, prompt)
+        got = answer(sssd_server, prompt, **params)
+        assert got["output_ids"] == expected["output_ids"]
+    assert got["meta_info"]["cached_tokens"] > 0
+
+
+def test_several_samples_of_one_prompt(plain_server, sssd_server, prompts):
+    expected = answer(plain_server, prompts[1])["output_ids"]
+    answers = answer(sssd_server, prompts[1], n=3)
+    assert [a["output_ids"] for a in answers] == [expected] * 3
+
+
+def test_streaming_adds_up_to_the_whole(sssd_server, prompts):
+    import json
+
+    whole = answer(sssd_server, prompts[2])
+    with requests.post(
+        sssd_server.base_url + "/generate",
+        json={
+            "input_ids": prompts[2].input_ids,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 48},
+            "stream": True,
+        },
+        stream=True,
+        timeout=300,
+    ) as response:
+        chunks = [
+            json.loads(line[6:]) for line in response.iter_lines() if line.startswith(b"data: {")
+        ]
+    assert chunks[-1]["text"] == whole["text"]
+    lengths = [chunk["meta_info"]["completion_tokens"] for chunk in chunks]
+    assert lengths == sorted(lengths) and lengths[-1] == whole["meta_info"]["completion_tokens"]
+
+
+def test_repeated_prompts_are_drafted_from_what_was_served(sssd_server, prompts):
+    first = answer(sssd_server, prompts[3], max_new_tokens=64, ignore_eos=True)
+    for _ in range(40):  # live ingest takes a moment
+        again = answer(sssd_server, prompts[3], max_new_tokens=64, ignore_eos=True)
+        if again["meta_info"]["spec_accept_length"] > 3:
+            break
+    assert again["output_ids"] == first["output_ids"]
+    assert again["meta_info"]["spec_accept_length"] > 3

@@ -1,0 +1,176 @@
+"""Bad input, aborts and pressure: each gets an answer, and the server goes on."""
+
+import threading
+import time
+
+import pytest
+import requests
+
+from scripts.server import Server
+from tests.server.conftest import MODEL
+from tests.server.test_equal_to_plain import answer
+
+SSSD = ["--speculative-algorithm", "SSSD"]
+
+
+def post(server: Server, path: str, body: dict, timeout: float = 300):
+    return requests.post(server.base_url + path, json=body, timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"drafter": "eagle"}, "custom_params.drafter must be one of"),
+        ({"draft_length": -3}, "custom_params.draft_length"),
+        ({"ingest": 1}, "custom_params.ingest"),
+    ],
+)
+def test_bad_request_options_get_a_400(params, message, sssd_server, prompts):
+    body = {"input_ids": prompts[0].input_ids, "sampling_params": {"custom_params": params}}
+    response = post(sssd_server, "/generate", body)
+    assert response.status_code == 400
+    assert message in response.text
+
+
+def test_openai_clients_send_options_in_the_body(sssd_server):
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Say hello."}],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
+    good = post(sssd_server, "/v1/chat/completions", body | {"custom_params": {"drafter": "none"}})
+    assert good.ok, good.text
+    assert good.json()["usage"]["completion_tokens"] > 0
+    bad = post(sssd_server, "/v1/chat/completions", body | {"custom_params": {"drafter": "x"}})
+    assert bad.status_code == 400
+    assert "custom_params.drafter" in bad.text
+
+
+def test_prompt_longer_than_the_context_gets_a_400(sssd_server, prompts):
+    body = {"input_ids": [5] * 100_000, "sampling_params": {"max_new_tokens": 4}}
+    response = post(sssd_server, "/generate", body)
+    assert response.status_code == 400
+    assert answer(sssd_server, prompts[0])["output_ids"]
+
+
+def test_output_up_to_the_end_of_the_context(sssd_server, prompts):
+    info = requests.get(sssd_server.base_url + "/get_model_info", timeout=30)
+    assert info.ok
+    limit = requests.get(sssd_server.base_url + "/server_info", timeout=30).json()
+    context = limit.get("context_length") or 8192
+    tail = prompts[0].input_ids
+    ids = ([*tail] * (context // len(tail) + 1))[: context - 40]
+    body = {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True},
+    }
+    response = post(sssd_server, "/generate", body)
+    assert response.ok, response.text
+    assert response.json()["meta_info"]["completion_tokens"] == 30
+
+
+def test_aborted_requests_leave_the_others_alone(plain_server, sssd_server, prompts):
+    expected = answer(plain_server, prompts[1])["output_ids"]
+
+    def abandon() -> None:
+        body = {
+            "input_ids": prompts[0].input_ids,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True},
+            "stream": True,
+        }
+        with requests.post(
+            sssd_server.base_url + "/generate", json=body, stream=True, timeout=60
+        ) as response:
+            for _ in zip(range(3), response.iter_lines(), strict=False):
+                pass
+
+    threads = [threading.Thread(target=abandon) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    got = answer(sssd_server, prompts[1])["output_ids"]
+    for thread in threads:
+        thread.join()
+    assert got == expected
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        loads = requests.get(sssd_server.base_url + "/get_load", timeout=30).json()
+        if sum(load["num_reqs"] for load in loads) == 0:
+            return
+        time.sleep(0.5)
+    pytest.fail(f"aborted requests still run: {loads}")
+
+
+def test_retracted_requests_end_with_the_same_tokens(plain_server, prompts):
+    ids = [p.input_ids for p in prompts[:6]]
+    run = {"max_new_tokens": 120, "ignore_eos": True}
+    expected = [answer(plain_server, p, **run)["output_ids"] for p in prompts[:6]]
+    # Room for about half of what the six requests come to need.
+    room = str((sum(map(len, ids)) + 6 * 120) // 2 + 200)
+    flags = [*SSSD, "--budget", "fixed", "--max-total-tokens", room, "--disable-radix-cache"]
+    flags += ["--schedule-conservativeness", "0.05"]
+    with Server(MODEL, flags, name="tight") as server:
+        results: list[list[int]] = [[] for _ in ids]
+
+        def one(i: int) -> None:
+            results[i] = answer(server, prompts[i], **run)["output_ids"]
+
+        threads = [threading.Thread(target=one, args=(i,)) for i in range(len(ids))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert "etract" in server.log.read_text(), "nothing was retracted: the test shows nothing"
+    assert results == expected
+
+
+def test_corpora_over_http(sssd_server, prompts):
+    text = "The quick brown fox jumps over the lazy dog near the old stone bridge. " * 3
+    added = post(
+        sssd_server, "/add_external_corpus", {"corpus_id": "fox", "documents": [text, text]}
+    )
+    assert added.ok, added.text
+    assert added.json()["loaded_token_count"] > 50
+    listed = requests.get(sssd_server.base_url + "/list_external_corpora", timeout=30).json()
+    assert listed["corpus_token_counts"]["fox"] == added.json()["loaded_token_count"]
+    removed = post(sssd_server, "/remove_external_corpus", {"corpus_id": "fox"})
+    assert removed.ok
+    again = post(sssd_server, "/remove_external_corpus", {"corpus_id": "fox"})
+    assert again.status_code == 400 and "fox" in again.text
+    assert answer(sssd_server, prompts[0])["output_ids"]
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "message"),
+    [
+        ("smollm2-135m-instrukt", [], "smollm2-135m-instruct"),
+        (MODEL, [*SSSD, "--datastore", "/nowhere/answers"], "/nowhere/answers"),
+        (MODEL, [*SSSD, "--drafter", "eagle"], "unknown drafter 'eagle'"),
+        (MODEL, [*SSSD, "--prefix-length", "0"], "--prefix-length='0'"),
+        (MODEL, [*SSSD, "--speculative-num-draft-tokens", "900"], "expected 2 to 64"),
+        (MODEL, ["--port", "99999"], "--port 99999"),
+    ],
+)
+def test_a_wrong_command_line_is_one_clear_line(model, flags, message):
+    server = Server(model, flags, name="wrong").start()
+    deadline = time.monotonic() + 120
+    while server.exit_code() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    code, log = server.exit_code(), server.log_tail(200)
+    server.stop()
+    assert code == 2, log
+    errors = [line for line in log.splitlines() if "error:" in line]
+    assert len(errors) == 1 and message in errors[0], log
+    assert "Traceback" not in log
+
+
+def test_a_port_in_use_is_one_clear_line(plain_server):
+    server = Server(MODEL, name="second", port=plain_server.port).start()
+    deadline = time.monotonic() + 120
+    while server.exit_code() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    code, log = server.exit_code(), server.log_tail(200)
+    server.stop()
+    assert code == 2, log
+    assert f"port {plain_server.port} on 127.0.0.1 is in use" in log
+    assert requests.get(plain_server.base_url + "/health", timeout=30).ok

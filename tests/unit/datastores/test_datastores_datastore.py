@@ -1,0 +1,287 @@
+"""Live ingest, corpora, limits, and use from many threads."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from datastores import Datastore, DatastoreError, InputTrie, RetrievalConfig, retrieve
+
+VOCAB = 500
+
+
+def drafted(store: Datastore, query: list[int], nodes: int = 50) -> set[int]:
+    trie = InputTrie()
+    trie.extend(query)
+    config = RetrievalConfig(max_input_samples=0)
+    return set(retrieve([trie], store, nodes, config)[0].tokens.tolist())
+
+
+def test_added_documents_become_searchable_by_themselves() -> None:
+    with Datastore(VOCAB) as store:
+        store.add([1, 2, 3])
+        deadline = time.monotonic() + 20
+        while not len(store) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert drafted(store, [1]) == {2, 3}
+
+
+def test_flush_makes_all_of_it_searchable_and_merges_keep_it() -> None:
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, VOCAB, rng.integers(1, 400)) for _ in range(300)]
+    with Datastore(VOCAB, live_interval=0.0) as store:
+        for i, document in enumerate(documents):
+            store.add(document)
+            if i % 10 == 0:
+                store.flush(20)
+                assert len(store) == i + 1
+        store.flush(20)
+        assert len(store) == len(documents)
+        assert store.num_tokens == sum(d.size for d in documents)
+        deadline = time.monotonic() + 20
+        while len(store.info().segment_tokens) > 6 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(store.info().segment_tokens) <= 6
+        stored = np.concatenate([s.tokens for s in store.snapshot().segments])
+        expected = np.concatenate([np.append(d, VOCAB) for d in documents])
+        np.testing.assert_array_equal(stored, expected)
+
+
+def test_merges_in_slices_while_documents_keep_coming() -> None:
+    """Segments too large to be merged at once, so that ingest and merging alternate."""
+    rng = np.random.default_rng(1)
+    with Datastore(VOCAB, live_interval=0.0) as store:
+        for _ in range(4):
+            store.add(rng.integers(100, VOCAB, 150_000))
+            store.flush(30)
+        for i in range(30):
+            store.add([i, i + 1, i + 2])
+            store.flush(30)
+            assert i + 1 in drafted(store, [i])
+        deadline = time.monotonic() + 30
+        while len(store.info().segment_tokens) > 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(store.info().segment_tokens) <= 2
+        assert len(store) == 34
+
+
+def test_oldest_is_dropped_beyond_max_tokens() -> None:
+    with Datastore(VOCAB, max_tokens=800, live_interval=0.0) as store:
+        for i in range(60):
+            store.add([i] * 50)
+            store.flush(20)
+            assert store.num_tokens <= 800
+        info = store.info()
+        assert info.evicted_tokens == 60 * 50 - info.num_tokens
+        assert info.num_tokens >= 600
+        assert drafted(store, [0]) == set()
+        assert drafted(store, [59]) == {59}
+
+
+def test_a_document_longer_than_a_sub_index_is_kept_in_pieces() -> None:
+    with Datastore(VOCAB, max_tokens=80) as store:
+        store.add(list(range(45)))
+        store.flush(20)
+        assert store.num_tokens == 45
+        assert max(store.info().segment_tokens) <= 10
+        assert 8 in drafted(store, [7])
+
+
+def test_a_full_queue_drops_and_counts() -> None:
+    with Datastore(VOCAB, live_buffer_tokens=100, live_interval=60) as store:
+        for _ in range(4):
+            store.add([1] * 40)
+        info = store.info()
+        assert info.dropped_documents == 2
+        assert info.queued_tokens <= 100
+        store.flush(20)  # does not wait for the interval
+        assert len(store) == 2
+
+
+@pytest.mark.parametrize("bad", [[VOCAB], [-1], [1, 2, VOCAB + 7], ["a"], [[1]]])
+def test_bad_documents_are_refused(bad: list) -> None:
+    with Datastore(VOCAB) as store:
+        with pytest.raises(DatastoreError):
+            store.add(bad)
+        with pytest.raises(DatastoreError):
+            store.add_corpus("c", [[1], bad])
+        assert store.list_corpora() == {}
+        store.add([])
+        store.flush(5)
+        assert len(store) == 0
+    with pytest.raises(DatastoreError, match="document 1"):
+        Datastore.build([[1], bad], VOCAB)
+
+
+def test_corpora_come_and_go_as_a_whole() -> None:
+    with Datastore(VOCAB) as store:
+        store.add([1, 100])
+        store.flush(20)
+        assert store.add_corpus("a", iter([[1, 200, 201], [5]])) == 4
+        assert store.add_corpus("b", [[1, 300]]) == 2
+        assert store.list_corpora() == {"a": 4, "b": 2}
+        assert drafted(store, [1]) == {100, 200, 201, 300}
+        store.remove_corpus("a")
+        assert drafted(store, [1]) == {100, 300}
+        store.clear()
+        assert drafted(store, [1]) == {300}
+        with pytest.raises(DatastoreError, match="'a'"):
+            store.remove_corpus("a")
+        with pytest.raises(DatastoreError, match="exists already"):
+            store.add_corpus("b", [[1]])
+        with pytest.raises(DatastoreError, match="no tokens"):
+            store.add_corpus("c", [[], []])
+        with pytest.raises(DatastoreError, match="needs a name"):
+            store.add_corpus("", [[1]])
+        assert store.info().corpora == {"b": 2}
+
+
+def test_corpora_have_a_limit() -> None:
+    with Datastore(VOCAB, max_corpus_tokens=10) as store:
+        store.add_corpus("a", [[1] * 8])
+        with pytest.raises(DatastoreError, match="max_corpus_tokens is 10"):
+            store.add_corpus("b", [[1] * 3])
+        assert store.list_corpora() == {"a": 8}
+
+
+def test_clear_drops_what_is_queued() -> None:
+    with Datastore(VOCAB, live_interval=60) as store:
+        store.add([1, 2])
+        store.clear()
+        store.flush(5)
+        assert len(store) == 0
+        store.add([3, 4])
+        store.flush(20)
+        assert drafted(store, [3]) == {4}
+
+
+def test_close_ingests_what_is_left_and_refuses_more() -> None:
+    store = Datastore(VOCAB, live_interval=60)
+    store.add([1, 2])
+    store.close()
+    assert drafted(store, [1]) == {2}
+    with pytest.raises(DatastoreError, match="closed"):
+        store.add([1])
+    store.close()
+
+
+def test_flush_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Datastore(VOCAB) as store:
+        go_on = threading.Event()
+        ingest = store._ingest_batch
+        monkeypatch.setattr(
+            store, "_ingest_batch", lambda batch: (go_on.wait(20), ingest(batch))
+        )
+        store.add([1, 2])
+        with pytest.raises(TimeoutError, match="1 documents"):
+            store.flush(0.1)
+        go_on.set()
+        store.flush(20)
+        assert len(store) == 1
+
+
+def test_a_failed_thread_is_told_to_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Datastore(VOCAB)
+
+    def fail(batch: list) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(store, "_ingest_batch", fail)
+    store.add([1])
+    with pytest.raises(DatastoreError, match="no room"):
+        store.flush(20)
+    with pytest.raises(DatastoreError, match="no room"):
+        store.add([1])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("vocab_size", 0), ("vocab_size", 1.5), ("max_tokens", 0), ("live_buffer_tokens", -1),
+     ("live_interval", -1), ("max_corpus_tokens", True)],
+)  # fmt: skip
+def test_bad_options_are_refused_by_name(option: str, value: object) -> None:
+    with pytest.raises(DatastoreError, match=option):
+        Datastore(**{"vocab_size": VOCAB, option: value})  # type: ignore[arg-type]
+
+
+def test_searching_while_everything_changes() -> None:
+    """Readers see whole documents only, whatever is added, merged, evicted, removed, cleared."""
+    errors: list[BaseException] = []
+    stop = threading.Event()
+    drafts = [0, 0]
+    store = Datastore(VOCAB, max_tokens=40_000, live_interval=0.0)
+
+    def guarded(work) -> threading.Thread:  # noqa: ANN001
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                errors.append(error)
+                stop.set()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    def write() -> None:
+        rng = np.random.default_rng(2)
+        while not stop.is_set():
+            # Ascending by one: whatever follows a token in any document is its successor.
+            starts = rng.integers(0, VOCAB - 60, 20)
+            for start in starts:
+                store.add(np.arange(start, start + rng.integers(2, 60)))
+            store.flush(20)
+
+    def manage() -> None:
+        k = 0
+        while not stop.is_set():
+            store.add_corpus(f"c{k}", [np.arange(i, i + 30) for i in range(0, 400, 7)])
+            if k:
+                store.remove_corpus(f"c{k - 1}")
+            if k % 10 == 9:
+                store.clear()
+            k += 1
+
+    def read(who: int) -> None:
+        rng = np.random.default_rng(who)
+        config = RetrievalConfig(max_input_samples=0)
+        while not stop.is_set():
+            tries = []
+            lasts = rng.integers(0, VOCAB - 1, 4)
+            for last in lasts:
+                trie = InputTrie(config)
+                trie.extend([last])
+                tries.append(trie)
+            for last, draft in zip(lasts, retrieve(tries, store, 8, config), strict=True):
+                np.testing.assert_array_equal(draft.tokens, last + 1 + np.arange(len(draft)))
+                drafts[who] += len(draft)
+
+    threads = [guarded(write), guarded(manage), guarded(lambda: read(0)), guarded(lambda: read(1))]
+    time.sleep(2.0)
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+    store.close()
+    assert not errors, errors[0]
+    assert min(drafts) > 100
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_retrieval_does_not_wait_for_building() -> None:
+    """The lock is not taken by searches."""
+    store = Datastore.build([[1, 2, 3]], VOCAB)
+    held = threading.Event()
+    release = threading.Event()
+
+    def hold() -> None:
+        with store._changed:
+            held.set()
+            release.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(20)
+    assert drafted(store, [1]) == {2, 3}
+    release.set()
+    thread.join()

@@ -1,0 +1,106 @@
+"""The input trie against naive counts over all positions."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datastores import DatastoreError, InputTrie, RetrievalConfig
+from datastores.input_trie import find_occurrences
+
+
+def occurrences(trie: InputTrie, longest: int, limit: int = 1000, scan: int = 10**6) -> list:
+    size = trie.tokens.size
+    found, lengths = np.empty(limit, np.int32), np.empty(limit, np.int32)
+    count = find_occurrences(
+        trie._tokens[:size], trie._same_one[:size], trie._same_two[:size],
+        longest, limit, scan, found, lengths,
+    )  # fmt: skip
+    return list(zip(lengths[:count].tolist(), found[:count].tolist(), strict=True))
+
+
+def naive_occurrences(tokens: list[int], longest: int) -> list[tuple[int, int]]:
+    result = []
+    for end in range(1, len(tokens)):
+        length = 0
+        while length < min(longest, end) and tokens[end - 1 - length] == tokens[-1 - length]:
+            length += 1
+        if length:
+            result.append((length, end))
+    return sorted(result, key=lambda pair: (-pair[0], -pair[1]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, 3), max_size=60),
+    pieces=st.lists(st.integers(0, 20), max_size=8),
+    longest=st.integers(1, 6),
+)
+def test_finds_every_occurrence_longest_and_newest_first(
+    tokens: list[int], pieces: list[int], longest: int
+) -> None:
+    trie = InputTrie()
+    start = 0
+    for piece in [*pieces, len(tokens)]:
+        trie.extend(tokens[start : start + piece])
+        start += piece
+    assert len(trie) == len(tokens)
+    assert trie.tokens.tolist() == tokens
+    assert occurrences(trie, longest) == naive_occurrences(tokens, longest)
+
+
+def test_growth_keeps_what_was_found() -> None:
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 40, 5000)
+    trie = InputTrie()
+    for start in range(0, tokens.size, 7):
+        trie.extend(tokens[start : start + 7])
+    assert occurrences(trie, 4) == naive_occurrences(tokens.tolist(), 4)[:1000]
+
+
+def test_limits_bound_the_work() -> None:
+    trie = InputTrie()
+    trie.extend([5] * 10_000)
+    assert len(occurrences(trie, 4, limit=10)) == 10
+    assert len(occurrences(trie, 4, limit=100, scan=30)) <= 30 + 100
+
+
+def test_memory_is_bounded_and_the_newest_half_stays() -> None:
+    trie = InputTrie(RetrievalConfig(max_input_tokens=1000))
+    tokens = np.random.default_rng(2).integers(0, 5, 4321)
+    for start in range(0, tokens.size, 100):
+        trie.extend(tokens[start : start + 100])
+    kept = trie.tokens
+    assert len(trie) == tokens.size
+    assert 500 <= kept.size <= 1000
+    np.testing.assert_array_equal(kept, tokens[-kept.size :])
+    assert trie.nbytes <= 28 * 1024
+    assert occurrences(trie, 4) == naive_occurrences(kept.tolist(), 4)
+    trie.extend(tokens)  # more at once than it keeps
+    np.testing.assert_array_equal(trie.tokens, tokens[-500:])
+
+
+def test_memory_per_token() -> None:
+    trie = InputTrie()
+    trie.extend(np.arange(30_000))
+    assert trie.nbytes <= 30_000 * 28 * 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [([1, -2], "-2"), ([1.5], "whole numbers"), ([[1], [2]], "one-dimensional"),
+     ([1 << 40], "outside")],
+)  # fmt: skip
+def test_bad_tokens_are_refused_and_change_nothing(tokens: list, message: str) -> None:
+    trie = InputTrie()
+    trie.extend([1, 2, 3])
+    with pytest.raises(DatastoreError, match=message):
+        trie.extend(tokens)
+    assert trie.tokens.tolist() == [1, 2, 3]
+
+
+def test_tokens_are_read_only() -> None:
+    trie = InputTrie()
+    trie.extend([1, 2])
+    with pytest.raises(ValueError, match="read-only"):
+        trie.tokens[0] = 9
