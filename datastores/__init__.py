@@ -1,4 +1,8 @@
-"""Tokens in, continuations out: SSSD's input tries and datastore, without torch or SGLang."""
+"""Tokens in, continuations out: SSSD's input tries and datastore, without torch or SGLang.
+
+Compiled functions are kept in numba's cache, which notices a change of the file that a function
+is in but not of those it calls into: after editing one, delete __pycache__/*.nb?.
+"""
 
 from .config import DatastoreError, RetrievalConfig
 from .datastore import Datastore, DatastoreInfo

@@ -9,6 +9,7 @@ import numpy as np
 SORT_DEPTH = 12
 MAX_BRANCH_LENGTH = 64
 MAX_SAMPLES = 4096
+MAX_MATCH_LENGTH = 256
 
 
 class DatastoreError(Exception):
@@ -38,10 +39,14 @@ class RetrievalConfig:
     """
 
     prefix_length: int = 8
-    """P: at most so many of the last tokens are matched (1..12). The paper's system uses 4; a
-    longer one tells a text seen before from a common phrase."""
-    branch_length: int = 8
-    """Continuations are at most this long, in tokens (1..64)."""
+    """P: so many of the last tokens are searched for, then fewer (1..12). The paper's system
+    uses 4; more tell a text seen before from a common phrase."""
+    max_match_length: int = 32
+    """Occurrences of all P tokens are compared further back, up to so many tokens (P..256): the
+    longer the match, the surer the continuation."""
+    branch_length: int = 12
+    """Continuations are at most this long, in tokens (1..64), and never longer than the draft.
+    The paper's system uses 8; a longer one pays on text seen before."""
     max_samples: int = 100
     """Datastore continuations read per query, over all sub-indices; 0 turns the datastore off."""
     max_input_samples: int = 100
@@ -50,29 +55,30 @@ class RetrievalConfig:
     """Occurrences of the last two tokens that are compared per query, newest first."""
     max_input_tokens: int = 1 << 20
     """Tokens one InputTrie keeps; beyond that it forgets the older half (about 30 B/token)."""
-    min_matches: int = 32
+    min_matches: int = 16
     """Shorter datastore prefixes are searched too until this many occurrences are found."""
-    input_power: float = 3.0
+    input_power: float = 2.3
     """How much more a longer match weighs in the input: (m / 4) ** input_power."""
-    datastore_power: float = 6.0
+    datastore_power: float = 5.5
     """The same for occurrences in the datastore."""
-    datastore_weight: float = 0.5
+    datastore_weight: float = 0.24
     """Weight of one datastore occurrence against an input occurrence."""
-    datastore_cap: float = 20.0
+    datastore_cap: float = 9.0
     """Datastore evidence counts for at most so many of its longest matches, so that the input
     keeps a say."""
-    input_novelty: float = 3.0
+    input_novelty: float = 3.1
     """Unseen continuations after an input match of one token, in occurrences."""
-    input_novelty_power: float = 1.0
+    input_novelty_power: float = 0.65
     """How fast that falls with the length of the match."""
-    datastore_novelty: float = 15.0
+    datastore_novelty: float = 6.0
     """Unseen continuations after a datastore match of one token, in occurrences."""
-    datastore_novelty_power: float = 1.7
+    datastore_novelty_power: float = 1.4
     """How fast that falls with the length of the match."""
 
     def __post_init__(self) -> None:
         for name, low, high in (
             ("prefix_length", 1, SORT_DEPTH),
+            ("max_match_length", self.prefix_length, MAX_MATCH_LENGTH),
             ("branch_length", 1, MAX_BRANCH_LENGTH),
             ("max_samples", 0, MAX_SAMPLES),
             ("max_input_samples", 0, MAX_SAMPLES),
@@ -105,10 +111,11 @@ class RetrievalConfig:
 
     @cached_property
     def limits(self) -> np.ndarray:
-        """int64[6]: the whole-number options, as the compiled search reads them."""
+        """int64[7]: the whole-number options, as the compiled search reads them."""
         return np.array(
             [
                 self.prefix_length,
+                self.max_match_length,
                 self.branch_length,
                 self.max_samples,
                 self.max_input_samples,
@@ -125,14 +132,15 @@ class RetrievalConfig:
 
     @cached_property
     def length_weights(self) -> np.ndarray:
-        """float64[2, P + 1]: weight of an occurrence by match length, for input and datastore."""
-        lengths = np.arange(self.prefix_length + 1.0) / 4.0
+        """float64[2, max_match_length + 1]: weight of an occurrence per source."""
+        lengths = np.arange(self.max_match_length + 1.0) / 4.0
         return np.stack((lengths**self.input_power, lengths**self.datastore_power))
 
     @cached_property
     def novelty(self) -> np.ndarray:
-        """float64[2, P + branch_length + 1]: occurrences of something unseen, by match length."""
-        lengths = np.maximum(np.arange(self.prefix_length + self.branch_length + 1.0), 1.0)
+        """float64[2, max_match_length + branch_length + 1]: occurrences of something unseen."""
+        lengths = np.arange(self.max_match_length + self.branch_length + 1.0)
+        lengths = np.maximum(lengths, 1.0)
         return np.stack(
             (
                 self.input_novelty * lengths**-self.input_novelty_power,

@@ -1,11 +1,8 @@
 """The datastore: finished outputs and named corpora, searchable while it grows."""
 
-import logging
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from os import PathLike
 from typing import Any
 
@@ -13,18 +10,11 @@ import numpy as np
 
 from .config import DatastoreError
 from .input_trie import as_token_ids
-from .segment import Segment, Snapshot, build_segments, merge_in_slices, split_document
+from .live import LiveCollection
+from .segment import Segment, Snapshot, build_segments, split_document
 from .storage import StoredDatastore, read_datastore, write_datastore
 
-logger = logging.getLogger(__name__)
-
 MAX_VOCAB_SIZE = 1 << 30
-_MAX_SEGMENT_TOKENS = 1 << 29
-_SEGMENTS_PER_STORE = 8
-# A segment is merged with its elder while the elder has no more than this many times its tokens:
-# there are at most about log4(tokens) small ones beside the full ones.
-_MERGE_RATIO = 4
-_INLINE_MERGE_TOKENS = 1 << 16
 
 TokenIds = Sequence[int] | np.ndarray
 
@@ -86,38 +76,23 @@ class Datastore:
                 f"live_interval must be between 0 and 3600 seconds, got {live_interval!r}"
             )
         self.live_interval = float(live_interval)
-        self._segment_tokens = min(
-            _MAX_SEGMENT_TOKENS, max(1, self.max_tokens // _SEGMENTS_PER_STORE)
+        self._live = LiveCollection(
+            self.vocab_size,
+            self.max_tokens,
+            self.live_buffer_tokens,
+            self.live_interval,
+            self._refresh,
         )
-        # One lock for all that follows; held for moments only, never while sorting or merging.
-        self._changed = threading.Condition()
-        self._queue: deque[np.ndarray] = deque()
-        self._queued_tokens = 0
-        self._generation = 0  # clear() raises it: what was taken before is not published
-        self._batch_generation = 0
-        self._in_merge: tuple[Segment, ...] = ()
-        self._added = 0  # documents taken by add()
-        self._published = 0  # of these, searchable or evicted
-        self._dropped = 0
-        self._evicted_tokens = 0
-        self._flushing = 0
-        self._live: tuple[Segment, ...] = ()
         self._corpora: dict[str, tuple[Segment, ...]] = {}
+        self._lock = threading.Lock()  # for _corpora and _snapshot; held for moments only
         self._snapshot = Snapshot((), self.vocab_size)
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self._failure: BaseException | None = None
 
     @classmethod
-    def build(
-        cls, documents: Iterable[TokenIds], vocab_size: int, **options: Any
-    ) -> "Datastore":
+    def build(cls, documents: Iterable[TokenIds], vocab_size: int, **options: Any) -> "Datastore":
         """A datastore whose live collection holds the documents; options as in __init__."""
         store = cls(vocab_size, **options)
         pieces = store._pieces(documents)
-        for segment in build_segments(pieces, vocab_size, store._segment_tokens):
-            with store._changed:
-                store._publish(live=(*store._live, segment))
+        store._live.append(build_segments(pieces, vocab_size, store._live.segment_tokens))
         return store
 
     # -- live ingest -----------------------------------------------------------------------
@@ -128,153 +103,25 @@ class Datastore:
         Returns at once. Dropped (and counted in info()) if the queue is full.
         """
         document = self._checked(tokens).copy()
-        if document.size == 0:
-            return
-        with self._changed:
-            self._check_usable()
-            if self._queued_tokens + document.size > self.live_buffer_tokens:
-                if self._dropped == 0:
-                    logger.warning(
-                        "The datastore's queue is full (%d tokens): documents are dropped; "
-                        "raise live_buffer_tokens",
-                        self.live_buffer_tokens,
-                    )
-                self._dropped += 1
-                return
-            self._queue.append(document)
-            self._queued_tokens += document.size
-            self._added += 1
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._ingest, name="datastore-ingest", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify_all()
+        if document.size:
+            self._live.add(document)
 
     def flush(self, timeout: float | None = None) -> None:
         """Waits until all that was added before is searchable.
 
         Raises TimeoutError after `timeout` seconds.
         """
-        with self._changed:
-            goal = self._added
-            self._flushing += 1
-            self._changed.notify_all()
-            try:
-                done = self._changed.wait_for(
-                    lambda: self._published >= goal or self._failure is not None, timeout
-                )
-            finally:
-                self._flushing -= 1
-            self._check_usable(closed_too=False)
-            if not done:
-                raise TimeoutError(
-                    f"{goal - self._published} documents were not searchable after {timeout} s"
-                )
+        self._live.flush(timeout)
 
     def close(self) -> None:
         """Makes what was added searchable and stops the background thread; searches still work."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        self._live.close()
 
     def __enter__(self) -> "Datastore":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    # -- the background thread -------------------------------------------------------------
-
-    def _ingest(self) -> None:
-        """Sorts what is queued; when nothing is, merges sub-indices slice by slice."""
-        merging: Iterator[None] | None = None
-        try:
-            while (batch := self._next_batch(wait=merging is None)) is not None:
-                if batch:
-                    self._ingest_batch(batch)
-                    merging = merging or self._merges()
-                elif merging is not None:
-                    try:
-                        next(merging)
-                    except StopIteration:
-                        merging = None
-        except BaseException as error:  # add() and flush() tell the callers
-            logger.exception("The datastore's background thread failed")
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
-
-    def _next_batch(self, wait: bool) -> list[np.ndarray] | None:
-        """What is due to be sorted (nothing yet: an empty list), or None when all is done."""
-        with self._changed:
-            if wait:
-                self._changed.wait_for(lambda: self._queue or self._closed)
-            if not self._queue:
-                return None if self._closed else []
-            if wait:  # gather; a merge in progress gathers by itself
-                self._changed.wait_for(
-                    lambda: self._flushing or self._closed
-                    or 2 * self._queued_tokens > self.live_buffer_tokens,
-                    self.live_interval,
-                )
-            batch = list(self._queue)
-            self._queue.clear()
-            self._queued_tokens = 0
-            self._batch_generation = self._generation
-            return batch
-
-    def _ingest_batch(self, batch: list[np.ndarray]) -> None:
-        generation = self._batch_generation
-        pieces = (piece for d in batch for piece in split_document(d, self._segment_tokens))
-        new = list(build_segments(pieces, self.vocab_size, self._segment_tokens))
-        absorbed = 0
-        if len(new) == 1:
-            # Small neighbours are merged at once, so that they do not pile up during a long merge.
-            for elder in reversed(self._live):
-                if elder in self._in_merge or elder.num_tokens > _INLINE_MERGE_TOKENS:
-                    break
-                if not self._should_merge(elder, new[0]):
-                    break
-                *_, merged = merge_in_slices(elder, new[0], self.vocab_size)
-                assert merged is not None
-                new[0] = merged
-                absorbed += 1
-        with self._changed:
-            if generation == self._generation:
-                kept = self._live[: len(self._live) - absorbed]
-                self._publish(live=(*kept, *new))
-            self._published += len(batch)
-            self._changed.notify_all()
-
-    def _should_merge(self, older: Segment, newer: Segment) -> bool:
-        return (
-            older.num_tokens <= _MERGE_RATIO * newer.num_tokens
-            and older.num_tokens + newer.num_tokens <= self._segment_tokens
-        )
-
-    def _merges(self) -> Iterator[None]:
-        """Merges neighbours that are close in size, the newest first; yields between slices."""
-        while True:
-            live = self._live
-            pairs = [p for p in pairwise(live) if self._should_merge(*p)]
-            if not pairs:
-                return
-            self._in_merge = older, newer = pairs[-1]
-            merged = None
-            for merged in merge_in_slices(older, newer, self.vocab_size):
-                yield
-            self._in_merge = ()
-            assert merged is not None
-            with self._changed:
-                live = self._live
-                # clear() or eviction may have taken either away meanwhile.
-                if older in live and newer in live:
-                    at = live.index(older)
-                    self._publish(live=(*live[:at], merged, *live[at + 2 :]))
 
     # -- named corpora ---------------------------------------------------------------------
 
@@ -286,32 +133,32 @@ class Datastore:
         """
         if not isinstance(name, str) or not name:
             raise DatastoreError(f"a corpus needs a name, got {name!r}")
-        with self._changed:
-            self._check_usable()
-            self._check_new_corpus(name, 0)
+        self._live.check_usable()
+        self._check_new_corpus(name, 0)
         segments: list[Segment] = []
         total = 0
         for segment in build_segments(
-            self._pieces(documents), self.vocab_size, self._segment_tokens
+            self._pieces(documents), self.vocab_size, self._live.segment_tokens
         ):
             segments.append(segment)
             total += segment.num_tokens
-            with self._changed:
-                self._check_new_corpus(name, total)
+            self._check_new_corpus(name, total)
         if not segments:
             raise DatastoreError(f"corpus {name!r} holds no tokens")
-        with self._changed:
-            self._check_new_corpus(name, total)
-            self._publish(corpora={**self._corpora, name: tuple(segments)})
+        with self._lock:
+            self._check_new_corpus(name, total)  # others may have come meanwhile
+            self._corpora = {**self._corpora, name: tuple(segments)}
+        self._refresh()
         return total
 
     def remove_corpus(self, name: str) -> None:
         """Removes a corpus from all later searches; DatastoreError if there is none of the name."""
-        with self._changed:
+        with self._lock:
             if name not in self._corpora:
                 known = ", ".join(map(repr, self._corpora)) or "none"
                 raise DatastoreError(f"there is no corpus {name!r}; there are: {known}")
-            self._publish(corpora={k: v for k, v in self._corpora.items() if k != name})
+            self._corpora = {k: v for k, v in self._corpora.items() if k != name}
+        self._refresh()
 
     def list_corpora(self) -> dict[str, int]:
         """Tokens of each named corpus."""
@@ -320,13 +167,7 @@ class Datastore:
 
     def clear(self) -> None:
         """Empties the live collection, what is queued included; named corpora stay."""
-        with self._changed:
-            self._generation += 1
-            self._published += len(self._queue)
-            self._queue.clear()
-            self._queued_tokens = 0
-            self._publish(live=())
-            self._changed.notify_all()
+        self._live.clear()
 
     def _check_new_corpus(self, name: str, tokens: int) -> None:
         if name in self._corpora:
@@ -354,25 +195,22 @@ class Datastore:
         return sum(s.num_tokens for s in self._snapshot.segments)
 
     def info(self) -> DatastoreInfo:
-        """Sizes and counters, all of the same moment."""
-        with self._changed:
-            segments = self._snapshot.segments
-            tokens = sum(s.num_tokens for s in segments)
-            nbytes = sum(s.nbytes for s in segments)
-            return DatastoreInfo(
-                vocab_size=self.vocab_size,
-                tokenizer_fingerprint=self.tokenizer_fingerprint,
-                num_tokens=tokens,
-                num_documents=sum(s.documents for s in segments),
-                segment_tokens=tuple(s.num_tokens for s in segments),
-                corpora=self.list_corpora(),
-                nbytes=nbytes,
-                bytes_per_token=nbytes / tokens if tokens else 0.0,
-                queued_documents=len(self._queue),
-                queued_tokens=self._queued_tokens,
-                dropped_documents=self._dropped,
-                evicted_tokens=self._evicted_tokens,
-            )
+        """Sizes and counters."""
+        with self._lock:
+            segments, corpora = self._snapshot.segments, self.list_corpora()
+        tokens = sum(s.num_tokens for s in segments)
+        nbytes = sum(s.nbytes for s in segments)
+        return DatastoreInfo(
+            vocab_size=self.vocab_size,
+            tokenizer_fingerprint=self.tokenizer_fingerprint,
+            num_tokens=tokens,
+            num_documents=sum(s.documents for s in segments),
+            segment_tokens=tuple(s.num_tokens for s in segments),
+            corpora=corpora,
+            nbytes=nbytes,
+            bytes_per_token=nbytes / tokens if tokens else 0.0,
+            **self._live.counters(),
+        )
 
     # -- files -----------------------------------------------------------------------------
 
@@ -382,8 +220,7 @@ class Datastore:
         Call flush() before to have all that was added in it. DatastoreError if it cannot be
         written; an existing file is then as it was.
         """
-        with self._changed:
-            live, corpora = self._live, dict(self._corpora)
+        live, corpora = self._live.segments, self._corpora
         content = StoredDatastore(self.vocab_size, self.tokenizer_fingerprint, live, corpora)
         write_datastore(path, content)
 
@@ -404,42 +241,28 @@ class Datastore:
         content = read_datastore(path, vocab_size, tokenizer_fingerprint)
         fingerprint = tokenizer_fingerprint or content.tokenizer_fingerprint
         store = cls(content.vocab_size, tokenizer_fingerprint=fingerprint, **options)
-        with store._changed:
-            store._publish(live=content.live, corpora=content.corpora)
+        store._corpora = content.corpora
+        store._live.append(content.live)
+        store._refresh()
         return store
 
     # -- internals -------------------------------------------------------------------------
 
-    def _publish(
-        self,
-        live: tuple[Segment, ...] | None = None,
-        corpora: dict[str, tuple[Segment, ...]] | None = None,
-    ) -> None:
-        """Replaces what is searchable, dropping the oldest live segments beyond max_tokens."""
-        live = self._live if live is None else live
-        while sum(s.num_tokens for s in live) > self.max_tokens:
-            self._evicted_tokens += live[0].num_tokens
-            live = live[1:]
-        self._live = live
-        self._corpora = self._corpora if corpora is None else corpora
-        static = (s for segments in self._corpora.values() for s in segments)
-        self._snapshot = Snapshot((*static, *live), self.vocab_size)
+    def _refresh(self) -> None:
+        """Puts a new snapshot in place; it shows the latest state whoever comes first."""
+        with self._lock:
+            static = (s for segments in self._corpora.values() for s in segments)
+            self._snapshot = Snapshot((*static, *self._live.segments), self.vocab_size)
 
     def _pieces(self, documents: Iterable[TokenIds]) -> Iterator[np.ndarray]:
         for i, document in enumerate(documents):
             try:
-                yield from split_document(self._checked(document), self._segment_tokens)
+                yield from split_document(self._checked(document), self._live.segment_tokens)
             except DatastoreError as error:
                 raise DatastoreError(f"document {i}: {error}") from None
 
     def _checked(self, tokens: TokenIds) -> np.ndarray:
         return as_token_ids(tokens, self.vocab_size - 1)
-
-    def _check_usable(self, closed_too: bool = True) -> None:
-        if self._failure is not None:
-            raise DatastoreError(f"the datastore's background thread failed: {self._failure!r}")
-        if self._closed and closed_too:
-            raise DatastoreError("the datastore is closed")
 
 
 def _whole(name: str, value: int, low: int, high: int) -> int:

@@ -29,7 +29,7 @@ class InputTrie:
         self.config = config or RetrievalConfig()
         self._seen = 0
         self._size = 0
-        self._capacity = 0
+        self._tokens = np.empty(0, np.int32)
         self._grow(_MIN_CAPACITY)
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class InputTrie:
         self._row[3] = self._size
 
     def _grow(self, capacity: int) -> None:
-        kept = self._tokens[: self._size] if self._size else np.empty(0, np.int32)
+        kept = self._tokens[: self._size]
         self._capacity = 1 << (capacity - 1).bit_length()
         self._tokens = np.empty(self._capacity, np.int32)
         self._same_one = np.empty(self._capacity, np.int32)
@@ -173,10 +173,10 @@ def find_occurrences(tokens, same_one, same_two, longest, limit, scan, found, le
             position = np.int64(same_two[position])
             scan -= 1
     count = np.int64(0)
-    for length in range(longest, 1, -1):
-        for k in range(min(np.int64(by_length[length]), limit - count)):
-            found[count] = buckets[length, k]
-            lengths[count] = length
+    for matched in range(longest, 1, -1):
+        for k in range(min(np.int64(by_length[matched]), limit - count)):
+            found[count] = buckets[matched, k]
+            lengths[count] = matched
             count += 1
     position = np.int64(same_one[size - 1])
     tries = 4 * limit

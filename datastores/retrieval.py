@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit
 
 from .config import DatastoreError, RetrievalConfig
+from .heap import heap_pop, heap_push
 from .input_trie import InputTrie, find_occurrences
 from .pointers import array_at
 from .suffix_array import find_interval
@@ -126,12 +127,13 @@ def _retrieve_batch(
     sources,
     sizes,
 ):
-    longest, branch, max_samples, max_input, max_scan, min_matches = limits
+    prefix, longest, max_branch, max_samples, max_input, max_scan, min_matches = limits
     no_int32 = np.empty(0, np.int32)
     # The tree: links int32[node, token | first child | last child | next sibling | drafted as |
     # depth | longest input match | longest datastore match among those that go on from here]
     # and counts float64[node, input | datastore | the same two summed over the children].
-    capacity = 1 + (max_samples + max_input) * branch
+    max_branch = min(max_branch, budgets.max())  # no node of a draft is deeper than its size
+    capacity = 1 + (max_samples + max_input) * max_branch
     links = np.empty((capacity, 8), np.int32)
     counts = np.empty((capacity, 4), np.float64)
     heap_probs = np.empty(capacity, np.float64)
@@ -144,6 +146,7 @@ def _retrieve_batch(
         sizes[request] = 0
         if size == 0 or budgets[request] == 0:
             continue
+        branch = min(max_branch, budgets[request])
         seen = array_at(rows[request, 0], size, no_int32)
         links[0, :5] = -1
         links[0, 5:] = 0
@@ -152,9 +155,7 @@ def _retrieve_batch(
 
         same_one = array_at(rows[request, 1], size, no_int32)
         same_two = array_at(rows[request, 2], size, no_int32)
-        n = find_occurrences(
-            seen, same_one, same_two, longest, max_input, max_scan, found, lengths
-        )
+        n = find_occurrences(seen, same_one, same_two, longest, max_input, max_scan, found, lengths)
         for k in range(n):
             length = np.int64(lengths[k])
             weight = length_weights[0, length]
@@ -169,28 +170,31 @@ def _retrieve_batch(
             for position in range(start, size):
                 if seen[position] >= separator:
                     start = position + 1
-            query = seen[start:]
             nodes = _fold_datastore(
-                query, segments, no_tokens, separator, branch, max_samples, min_matches,
-                length_weights[1], intervals, links, counts, nodes,
+                seen[start:], prefix, segments, no_tokens, separator, branch, max_samples,
+                min_matches, length_weights[1], intervals, links, counts, nodes,
             )  # fmt: skip
         sizes[request] = _draft_best_first(
-            weights, length_weights, novelty, min_prob, budgets[request], links, counts, heap_probs, heap_nodes,
+            weights, length_weights, novelty, min_prob, budgets[request],
+            links, counts, heap_probs, heap_nodes,
             tokens[request], parents[request], probs[request], sources[request],
         )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
 def _fold_datastore(
-    query, segments, no_tokens, separator, branch, max_samples, min_matches, length_weights,
-    intervals, links, counts, nodes,
+    context, prefix, segments, no_tokens, separator, branch, max_samples, min_matches,
+    length_weights, intervals, links, counts, nodes,
 ):  # fmt: skip
     """Samples continuations of the longest matches, then of shorter ones while there are few.
 
-    Of each prefix length only the occurrences that do not match one token more are counted:
-    the others have been already. Samples lie at regular intervals over all sub-indices' matches
-    put end to end, which splits them by match count, and each stands for its interval.
+    context: the request's last tokens, of which at most `prefix` are searched for; those before
+    them tell how far the longest matches reach back. Of each shorter length only the occurrences
+    that do not match one token more are counted: the others have been already. Samples lie at
+    regular intervals over all sub-indices' matches put end to end, which splits them by match
+    count, and each stands for its interval.
     """
+    query = context[max(0, context.size - prefix) :]
     left = max_samples
     matches = np.int64(0)
     for length in range(query.size, 0, -1):
@@ -205,7 +209,7 @@ def _fold_datastore(
             total += high - low
         if total > matches:
             samples = min(left, total)
-            weight = length_weights[length] * (total / samples)
+            share = total / samples
             s = 0
             skipped = np.int64(0)  # matches in the sub-indices before s
             for k in range(samples):
@@ -221,14 +225,28 @@ def _fold_datastore(
                     if before == np.int64(query[start - 1]):
                         continue
                 left -= 1
+                reach = length
+                if start == 0:
+                    reach = _match_length(context, corpus, position + length, length)
                 nodes = _fold(
-                    corpus, position + length, branch, separator, length, weight, 1, links,
-                    counts, nodes,
+                    corpus, position + length, branch, separator, reach,
+                    share * length_weights[reach], 1, links, counts, nodes,
                 )  # fmt: skip
         matches = total
         if total >= min_matches or left == 0:
             break
     return nodes
+
+
+@njit(cache=True, nogil=True)
+def _match_length(context, tokens, end, length):
+    """How far tokens[:end] and the context agree backwards; at least `length`, known to."""
+    while (
+        length < min(context.size, end)
+        and tokens[end - 1 - length] == context[context.size - 1 - length]
+    ):
+        length += 1
+    return length
 
 
 @njit(cache=True, nogil=True)
@@ -291,14 +309,14 @@ def _draft_best_first(
             prob = path * (counts[child, 0] + scale * counts[child, 1]) / total
             if prob >= min_prob and prob > 0.0:
                 links[child, 4] = links[node, 4]  # the parent's place until it gets its own
-                _heap_push(heap_probs, heap_nodes, heap, prob, child)
+                heap_push(heap_probs, heap_nodes, heap, prob, child)
                 heap += 1
             child = links[child, 3]
         if heap == 0:
             return drafted
         path, node = heap_probs[0], heap_nodes[0]
         heap -= 1
-        _heap_pop(heap_probs, heap_nodes, heap)
+        heap_pop(heap_probs, heap_nodes, heap)
         tokens[drafted] = links[node, 0]
         parents[drafted] = links[node, 4]
         probs[drafted] = path
@@ -307,45 +325,3 @@ def _draft_best_first(
         drafted += 1
         if drafted == budget:
             return drafted
-
-
-@njit(cache=True, nogil=True)
-def _before(prob, node, other_prob, other_node):
-    """More probable first; among equals the one found first, so that drafts are repeatable."""
-    return prob > other_prob or (prob == other_prob and node < other_node)
-
-
-@njit(cache=True, nogil=True)
-def _heap_push(heap_probs, heap_nodes, size, prob, node):
-    place = size
-    while place > 0:
-        above = (place - 1) >> 1
-        if not _before(prob, node, heap_probs[above], heap_nodes[above]):
-            break
-        heap_probs[place] = heap_probs[above]
-        heap_nodes[place] = heap_nodes[above]
-        place = above
-    heap_probs[place] = prob
-    heap_nodes[place] = node
-
-
-@njit(cache=True, nogil=True)
-def _heap_pop(heap_probs, heap_nodes, size):
-    """Removes the top; `size` entries remain, the last of which moves to its place."""
-    prob, node = heap_probs[size], heap_nodes[size]
-    place = 0
-    while True:
-        below = 2 * place + 1
-        if below >= size:
-            break
-        if below + 1 < size and _before(
-            heap_probs[below + 1], heap_nodes[below + 1], heap_probs[below], heap_nodes[below]
-        ):
-            below += 1
-        if not _before(heap_probs[below], heap_nodes[below], prob, node):
-            break
-        heap_probs[place] = heap_probs[below]
-        heap_nodes[place] = heap_nodes[below]
-        place = below
-    heap_probs[place] = prob
-    heap_nodes[place] = node

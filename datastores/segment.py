@@ -94,6 +94,11 @@ def merge_in_slices(older: Segment, newer: Segment, separator: int) -> Iterator[
     yield Segment(tokens, merged, older.documents + newer.documents)
 
 
+def merge(older: Segment, newer: Segment, separator: int) -> Segment:
+    """Merges two segments at once."""
+    return next(filter(None, merge_in_slices(older, newer, separator)))
+
+
 def split_document(tokens: np.ndarray, segment_tokens: int) -> list[np.ndarray]:
     """The document in pieces that fit a segment; nearly always it fits whole."""
     return [tokens[i : i + segment_tokens] for i in range(0, tokens.size, segment_tokens)]

@@ -124,14 +124,13 @@ def _radix_sort(keys, order, spare_keys, spare_order, bits):
         shift = np.uint64(p * _RADIX_BITS)
         total = 0
         for bucket in range(buckets):
-            count = counts[p, bucket]
-            counts[p, bucket] = total
-            total += count
+            total += counts[p, bucket]
+            counts[p, bucket] = total - counts[p, bucket]
         for i in range(n):
             key = source_keys[i]
-            bucket = np.int64((key >> shift) & mask)
-            target = counts[p, bucket]
-            counts[p, bucket] = target + 1
+            digit = np.int64((key >> shift) & mask)
+            target = counts[p, digit]
+            counts[p, digit] = target + 1
             target_keys[target] = key
             target_order[target] = source_order[i]
         source_keys, target_keys = target_keys, source_keys

@@ -4,7 +4,7 @@ from .config import RetrievalConfig
 from .datastore import Datastore
 from .input_trie import InputTrie
 from .retrieval import retrieve
-from .segment import build_segment, merge_in_slices
+from .segment import build_segment, merge
 
 _VOCAB_SIZES = (100, 100_000)  # one per token dtype
 
@@ -23,5 +23,4 @@ def warm_up(vocab_size: int | None = None) -> None:
         with Datastore.build([text], size) as datastore:
             retrieve([trie], datastore, 4, config)
             segment = datastore.snapshot().segments[0]
-            for _ in merge_in_slices(segment, build_segment([trie.tokens], size), size):
-                pass
+            merge(segment, build_segment([trie.tokens], size), size)

@@ -32,7 +32,7 @@ from scripts.server import Server
 
 # The third token is the second that a verify step decides.
 TOKENS = 3
-CASES: list[dict[str, float]] = [
+CASES: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_k": 4},
     {"temperature": 0.8, "top_p": 0.5},
     {"temperature": 1.3, "min_p": 0.3},
@@ -81,13 +81,13 @@ def main() -> int:
     return int(figures["rejected"] > 0 or figures["greedy_mismatches"] > 0)
 
 
-def pairs(prompts: Sequence[Prompt]) -> list[tuple[Prompt, dict[str, float]]]:
+def pairs(prompts: Sequence[Prompt]) -> list[tuple[Prompt, dict[str, Any]]]:
     """Each case on its own prompt."""
     return list(zip(prompts, CASES, strict=True))
 
 
 def sample(
-    url: str, prompt: Prompt, case: dict[str, float], count: int, drafter: str | None = None
+    url: str, prompt: Prompt, case: dict[str, Any], count: int, drafter: str | None = None
 ) -> Counts:
     """Counts of the sampled outputs, TOKENS ids each."""
 
@@ -110,7 +110,7 @@ def sample(
 
 
 def exact_distribution(
-    url: str, prompt: Prompt, case: dict[str, float]
+    url: str, prompt: Prompt, case: dict[str, Any]
 ) -> dict[tuple[int, ...], float]:
     """The probability of every output of TOKENS tokens under the target."""
     paths: dict[tuple[int, ...], float] = {(): 1.0}
@@ -123,7 +123,7 @@ def exact_distribution(
     return paths
 
 
-def next_tokens(url: str, input_ids: Sequence[int], case: dict[str, float]) -> dict[int, float]:
+def next_tokens(url: str, input_ids: Sequence[int], case: dict[str, Any]) -> dict[int, float]:
     """The filtered, renormalised next-token distribution (layers/sampler.py of SGLang)."""
     answer = post(
         url, input_ids, temperature=0.0, max_new_tokens=1, logprobs=200,

@@ -14,6 +14,8 @@ from types import TracebackType
 import requests
 
 START_TIMEOUT_S = 300
+# Several servers share the machine's memory; a later flag overrides it.
+KV_POOL = ["--max-total-tokens", "16384"]
 
 
 class ServerError(RuntimeError):
@@ -45,7 +47,7 @@ class Server:
         self.log = log or Path(tempfile.mkstemp(prefix=f"sglang-{name}-", suffix=".log")[1])
         self._command = [
             sys.executable, "-m", "sglang_ext.cli", "serve", "--model", model,
-            "--host", "127.0.0.1", "--port", str(self.port), *args,
+            "--host", "127.0.0.1", "--port", str(self.port), *KV_POOL, *args,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -77,21 +77,36 @@ class Calibration:
     """Corrects a drafter's probabilities by what became of the nodes that were verified.
 
     Nodes fall into bins by predicted probability; a bin's answer is its observed share of
-    accepted nodes, started from the prediction itself and slowly forgetting.
+    accepted nodes, started from the prediction and slowly forgetting. A request has one of its
+    own above its drafter's, because requests differ more than any one prediction: text that was
+    served before is accepted whole, new text hardly.
+
+    Attributes:
+        parent: where predictions come from until this one has seen enough; None: the drafter.
+        weight: observations that the prediction counts for.
+        memory: observations after which old ones fade.
     """
 
+    parent: "Calibration | None" = None
     weight: float = 20.0
     memory: float = 2000.0
     seen: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(_BINS))
     accepted: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(_BINS))
 
+    def for_request(self) -> "Calibration":
+        """A fresh one that starts from this one's answers and turns quickly."""
+        return Calibration(parent=self, weight=6.0, memory=60.0)
+
     def __call__(self, probs: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
         """float64[n], the corrected probabilities."""
+        prior = probs.astype(np.float64) if self.parent is None else self.parent(probs)
         bins = _bin(probs)
-        return (self.accepted[bins] + self.weight * probs) / (self.seen[bins] + self.weight)
+        return (self.accepted[bins] + self.weight * prior) / (self.seen[bins] + self.weight)
 
     def observe(self, probs: npt.NDArray[np.float32], accepted: npt.NDArray[np.bool_]) -> None:
         """Take in which of the verified nodes with these predictions were accepted."""
+        if self.parent is not None:
+            self.parent.observe(probs, accepted)
         bins = _bin(probs)
         np.add.at(self.seen, bins, 1.0)
         np.add.at(self.accepted, bins, accepted.astype(np.float64))

@@ -37,9 +37,9 @@ class Options:
     datastore_max_tokens: int = _option(
         8_000_000, "tokens the live datastore holds at most, oldest dropped first", low=1024
     )
-    prefix_length: int = _option(4, "SSSD: longest matched prefix, P", low=1, high=16)
+    prefix_length: int = _option(8, "SSSD: longest matched prefix, P", low=1, high=12)
     branch_length: int = _option(
-        16, "SSSD: longest retrieved continuation, in tokens", low=1, high=64
+        12, "SSSD: longest retrieved continuation, in tokens", low=1, high=64
     )
     max_samples: int = _option(
         100, "SSSD: continuations sampled from the datastore per query", low=1, high=10_000

@@ -22,10 +22,9 @@ def register() -> None:
         ALGORITHM, supports_overlap=True, spec_class=_host_drafted_algorithm()
     )(_worker_class)
     if wants_cpu_engine():
-        from sglang_ext.cpu import attention, linear
+        from sglang_ext import cpu
 
-        attention.register()
-        linear.register()
+        cpu.register()
     _check_request_options()
     _open_corpus_endpoints()
 

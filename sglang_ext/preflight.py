@@ -1,11 +1,14 @@
 """What can be checked before a model is loaded, so that a mistake costs a second, not a minute."""
 
 import errno
+import json
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 from sglang_ext.drafters import NO_DRAFTER, available
 from sglang_ext.options import Options
+from sglang_ext.plugin import ALGORITHM
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 30000
@@ -33,6 +36,17 @@ def check_launch(argv: Sequence[str], options: Options) -> None:
             raise PreflightError(f"unknown drafter {name!r}; installed: {names}")
     if options.datastore:
         _check_datastore(argv, options.datastore)
+    if (flag_value(argv, "--speculative-algorithm") or "").upper() == ALGORITHM:
+        _check_target(flag_value(argv, "--model-path", "--model") or "")
+
+
+def _check_target(model: str) -> None:
+    config = Path(model) / "config.json"
+    if config.is_file() and json.loads(config.read_text()).get("is_encoder_decoder"):
+        raise PreflightError(
+            f"--speculative-algorithm {ALGORITHM} does not serve encoder-decoder models yet; "
+            f"start {model} without it"
+        )
 
 
 def check_port(host: str, port: int) -> None:

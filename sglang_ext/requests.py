@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sglang_ext.budget import Calibration
 from sglang_ext.drafters import NO_DRAFTER, Drafter, DraftRequest
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class RunningRequest:
     draft: DraftRequest
     drafter: Drafter | None
     max_nodes: int
+    calibration: Calibration
 
     @property
     def remaining_tokens(self) -> int:
@@ -86,6 +88,7 @@ class RequestTable:
         self._max_nodes = max_nodes
         self._limit = limit
         self._running: dict[str, RunningRequest] = {}
+        self._calibrations = {name: Calibration() for name in [*drafters, NO_DRAFTER]}
 
     def update(
         self, reqs: Sequence["Req"], pending: Sequence[Sequence[int]] | None
@@ -139,11 +142,13 @@ class RequestTable:
             output=[*req.output_ids, *extra],
             params=params,
         )
+        name = options.drafter or self._default
         known = RunningRequest(
             req,
             draft,
-            self._drafters.get(options.drafter or self._default),
+            self._drafters.get(name),
             min(length, self._max_nodes),
+            self._calibrations[name if name in self._drafters else NO_DRAFTER].for_request(),
         )
         self._running[req.rid] = known
         self._tell(known, "start")

@@ -34,7 +34,7 @@ from sglang.srt.speculative.spec_utils import (
 from sglang.srt.utils import broadcast_pyobj
 
 from sglang_ext import penalties
-from sglang_ext.budget import Calibration, CostModel, candidate_widths, choose_width
+from sglang_ext.budget import CostModel, candidate_widths, choose_width
 from sglang_ext.costs import measure_forward_cost
 from sglang_ext.drafters import DrafterContext, load
 from sglang_ext.options import Options
@@ -68,6 +68,8 @@ class SpeculativeWorker(BaseSpecWorker):
         self.on_host = self.device == "cpu"
 
         config = self.model_runner.model_config
+        if config.is_encoder_decoder:
+            raise ValueError("speculation does not serve encoder-decoder models yet")
         context = DrafterContext(
             vocab_size=self.vocab_size,
             options=self.options,
@@ -81,7 +83,6 @@ class SpeculativeWorker(BaseSpecWorker):
             for name in (self.options.loaded_drafters() if self.drafts_here else [])
         }
         self.widths = candidate_widths(self.speculative_num_draft_tokens)
-        self.calibrations = {name: Calibration() for name in self.drafters}
         # Made in alloc_memory_pool(), once SGLang knows how many requests may run.
         self.requests: RequestTable
         self.cost: CostModel
@@ -237,16 +238,10 @@ class SpeculativeWorker(BaseSpecWorker):
         if self.options.budget == "fixed" or longest == 0:
             return min(longest + 1, self.speculative_num_draft_tokens)
         probs = [
-            self._calibration(r)(tree.probs) if len(tree) else np.empty(0)
+            r.calibration(tree.probs) if len(tree) else np.empty(0)
             for r, tree in zip(running, trees, strict=True)
         ]
         return choose_width(probs, self.widths, self.cost)
-
-    def _calibration(self, running: RunningRequest) -> Calibration:
-        for name, drafter in self.drafters.items():
-            if drafter is running.drafter:
-                return self.calibrations[name]
-        raise LookupError("a tree without a drafter")
 
     @staticmethod
     def _must_decode_plainly(batch: ScheduleBatch) -> bool:
@@ -447,7 +442,7 @@ class SpeculativeWorker(BaseSpecWorker):
         for b, (r, tree) in enumerate(zip(running, trees, strict=True)):
             n = int(packed.sizes[b]) - 1
             if n:
-                self._calibration(r).observe(tree.probs[:n], on_path[b, 1 : n + 1])
+                r.calibration.observe(tree.probs[:n], on_path[b, 1 : n + 1])
 
     def _result(
         self, logits_output, can_run_cuda_graph, next_token_ids, accept_tokens, lens, new_seq_lens

@@ -89,8 +89,8 @@ def extend_slots(batch: "ForwardBatch", causal: bool) -> VisibleSlots:
 def verify_slots(batch: "ForwardBatch") -> VisibleSlots:
     """The nodes of draft trees: each sees its request's sequence, its ancestors and itself.
 
-    Reads `spec_info.draft_token_num` (n) and `spec_info.custom_mask`: bool [bs * n * n], row = query
-    node, column = node it sees, nodes in an order where parents come first (None: a chain).
+    Reads `spec_info.draft_token_num` (n) and `spec_info.custom_mask`: bool [bs * n * n], row =
+    query node, column = node it sees, parents before their children (None: a chain).
 
     Raises:
         ValueError: if the mask has another size (a full mask, say, as GPU backends take).

@@ -21,9 +21,7 @@ _ROUND = np.float32(12582912.0)
 _LOWEST = np.float32(-126.0)
 # 2^f on [-0.5, 0.5]: Chebyshev interpolation in float64, degree 6, relative error below 1e-7.
 _NODES = np.cos(np.pi * (np.arange(7) + 0.5) / 7) / 2
-_C6, _C5, _C4, _C3, _C2, _C1, _C0 = (
-    np.float32(c) for c in np.polyfit(_NODES, np.exp2(_NODES), 6)
-)
+_C6, _C5, _C4, _C3, _C2, _C1, _C0 = (np.float32(c) for c in np.polyfit(_NODES, np.exp2(_NODES), 6))
 
 
 @numba.njit(fastmath={"reassoc", "contract"}, nogil=True, cache=True)
@@ -90,23 +88,6 @@ def _attend_head(q, k, v, head, slots, n, scale, soft_cap, scores, bits, out):
             out[d] += p0 * v0[d]
     for d in range(out.size):
         out[d] /= total
-
-
-@numba.njit(
-    "void(float32[:, :, ::1], float32[:, :, ::1], float32[:, :], float32[:, :], int64[::1])",
-    nogil=True,
-    cache=True,
-)
-def store(k_cache, v_cache, k, v, slots):
-    """Write K [T, KH * D] and V [T, KH * DV], which may be strided, to their cache slots [T]."""
-    heads, size = k_cache.shape[1], k_cache.shape[2]
-    v_size = v_cache.shape[2]
-    for t in range(slots.size):
-        for h in range(heads):
-            for d in range(size):
-                k_cache[slots[t], h, d] = k[t, h * size + d]
-            for d in range(v_size):
-                v_cache[slots[t], h, d] = v[t, h * v_size + d]
 
 
 def _attend(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -28,7 +29,7 @@ def default_cpu_args(argv: Sequence[str]) -> list[str]:
     """
     if not wants_cpu_engine() or _value(argv, "--device") not in (None, "cpu"):
         return []
-    defaults = {
+    defaults: dict[str, str | None] = {
         # Without it SGLang looks for an accelerator and stops where there is none.
         "--device": "cpu",
         # bf16 has no fast path without AMX, and float32 makes greedy output reproducible.
@@ -49,6 +50,10 @@ def default_cpu_args(argv: Sequence[str]) -> list[str]:
     if _value(argv, "--speculative-algorithm") is not None:
         # SGLang does not overlap scheduling with speculation on CPUs, and warns of it.
         defaults["--disable-overlap-schedule"] = None
+    if "encoder_layers" in _model_config(argv):
+        # SGLang 0.5.23 stops with an assertion where a chunk ends within an encoder's input, as it
+        # does when three Whisper requests come at once (1,500 tokens each, 4,096 in a chunk).
+        defaults["--chunked-prefill-size"] = "-1"
     added: list[str] = []
     for flag, value in defaults.items():
         if not _has(argv, flag):
@@ -58,19 +63,28 @@ def default_cpu_args(argv: Sequence[str]) -> list[str]:
 
 def kv_tokens(argv: Sequence[str]) -> int:
     """How many tokens the KV pool should hold, from the model's shape and the free memory."""
-    model = next((m for flag in _MODEL_FLAGS if (m := _value(argv, flag)) is not None), None)
-    config = Path(model or "") / "config.json"
-    if model is None or not config.is_file():
-        return _TOKENS_OF_UNKNOWN
     try:
-        per_token = kv_bytes_per_token(json.loads(config.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError):
-        return _TOKENS_OF_UNKNOWN  # SGLang reads the file next, and says what is wrong with it
+        per_token = kv_bytes_per_token(_model_config(argv))
+    except (KeyError, TypeError):
+        return _TOKENS_OF_UNKNOWN
     affordable = int(psutil.virtual_memory().available * _KV_SHARE / per_token)
     return max(_FEWEST_TOKENS, min(_MOST_TOKENS, affordable))
 
 
-def kv_bytes_per_token(config: dict) -> int:
+def _model_config(argv: Sequence[str]) -> dict[str, Any]:
+    """The model's config.json; empty where there is none yet, or none that can be read."""
+    model = next((m for flag in _MODEL_FLAGS if (m := _value(argv, flag)) is not None), None)
+    config = Path(model or "") / "config.json"
+    if model is None or not config.is_file():
+        return {}
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}  # SGLang reads the file next, and says what is wrong with it
+    return content if isinstance(content, dict) else {}
+
+
+def kv_bytes_per_token(config: dict[str, Any]) -> int:
     """Bytes of K and V that one token takes in float32, from a Hugging Face config.json.
 
     Raises:

@@ -129,7 +129,7 @@ def verify_tree_greedy_cpu(
     accept_token_num [bs] (accepted draft tokens, without the bonus token) and predicts
     [at least bs * n] (the target's token at every accepted node).
     """
-    bs, n = candidates.shape
+    bs = candidates.shape[0]
     steps = accept_index.shape[1]
     tokens, index = candidates.tolist(), retrive_index.tolist()
     children, siblings = retrive_next_token.tolist(), retrive_next_sibling.tolist()

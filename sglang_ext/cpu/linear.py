@@ -54,7 +54,7 @@ class PackedWeight:
         if 0 < rows < self._fewest_rows:
             x2d = x2d.repeat(-(-self._fewest_rows // rows), 1)
         out = _product(x2d, self._packed, bias)[:rows]
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class PackedLinearMethod(UnquantizedLinearMethod):
@@ -152,16 +152,12 @@ def register() -> None:
         HookRegistry.register(f"{_UPDATER}.{update}", _note_update, HookType.AFTER)
 
 
-def _pack_linear(
-    _result: None, method: UnquantizedLinearMethod, layer: torch.nn.Module
-) -> None:
+def _pack_linear(_result: None, method: UnquantizedLinearMethod, layer: torch.nn.Module) -> None:
     if type(method) is UnquantizedLinearMethod and can_pack(layer.weight):
         layer.quant_method = PackedLinearMethod(layer)
 
 
-def _pack_head(
-    _result: None, method: UnquantizedEmbeddingMethod, layer: torch.nn.Module
-) -> None:
+def _pack_head(_result: None, method: UnquantizedEmbeddingMethod, layer: torch.nn.Module) -> None:
     if type(method) is UnquantizedEmbeddingMethod and can_pack(layer.weight):
         layer.quant_method = PackedHeadMethod()
 

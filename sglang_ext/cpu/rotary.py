@@ -49,7 +49,7 @@ def rotary_embedding(
     offsets: torch.Tensor | None = None,
     fused_set_kv_buffer_arg: object | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`RotaryEmbedding.forward_cpu`: query and key [T, H * D] at positions [T].
+    """`RotaryEmbedding.forward_native`: query and key [T, H * D] at positions [T].
 
     What `rotate` does not cover (other dtypes, variants with their own code) goes to `original`.
     """
@@ -76,9 +76,12 @@ def rotary_embedding(
 
 
 def register() -> None:
-    """Have SGLang rotate with `rotate` on the CPU; once in every process, before models load."""
+    """Have SGLang rotate with `rotate` on the CPU; once in every process, before models load.
+
+    Without AMX, SGLang dispatches to `forward_native` and never to `forward_cpu`.
+    """
     HookRegistry.register(
-        "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_cpu",
+        "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
         rotary_embedding,
         HookType.AROUND,
     )

@@ -42,7 +42,7 @@ class RetrievalDrafter:
         warm_up(context.vocab_size)
         logger.info(
             "SSSD datastore: %d tokens%s, live ingest %s",
-            len(self.datastore),
+            self.datastore.num_tokens,
             f" from {options.datastore}" if options.datastore else "",
             "on" if self.ingests else "off",
         )
@@ -82,8 +82,7 @@ class RetrievalDrafter:
                 documents.append([])
             else:
                 documents[-1].append(token)
-        self.datastore.add_corpus(name, [document for document in documents if document])
-        return self.datastore.list_corpora()[name]
+        return self.datastore.add_corpus(name, [document for document in documents if document])
 
     def remove_corpus(self, name: str) -> None:
         """Stop serving a named corpus."""
@@ -106,6 +105,7 @@ def open_datastore(context: DrafterContext) -> Datastore:
             Path(options.datastore),
             vocab_size=context.vocab_size,
             tokenizer_fingerprint=context.tokenizer_fingerprint,
+            max_tokens=options.datastore_max_tokens,
         )
     return Datastore(
         context.vocab_size,

@@ -22,7 +22,7 @@ def prompts() -> list[Prompt]:
 @pytest.fixture(scope="session")
 def plain_server() -> Iterator[Server]:
     """SGLang without speculation."""
-    with Server(MODEL, CHUNK, name="plain") as server:
+    with Server(MODEL, [*CHUNK, "--disable-overlap-schedule"], name="plain") as server:
         yield server
 
 

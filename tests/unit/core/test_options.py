@@ -39,9 +39,9 @@ def test_flags_travel_as_environment():
     parser = argparse.ArgumentParser()
     add_flags(parser)
     env: dict[str, str] = {}
-    options = export_flags(parser.parse_args(["--branch-length", "12", "--drafter", "none"]), env)
-    assert options.branch_length == 12 and options.drafter == "none"
-    assert env == {"SGLANG_EXT_BRANCH_LENGTH": "12", "SGLANG_EXT_DRAFTER": "none"}
+    options = export_flags(parser.parse_args(["--branch-length", "9", "--drafter", "none"]), env)
+    assert options.branch_length == 9 and options.drafter == "none"
+    assert env == {"SGLANG_EXT_BRANCH_LENGTH": "9", "SGLANG_EXT_DRAFTER": "none"}
 
 
 def test_a_wrong_flag_is_named_as_the_user_wrote_it():

@@ -29,7 +29,9 @@ def run(code: str, *paths: Path, **environment: str) -> str:
 
 def package(tmp_path: Path, source: str) -> Path:
     (tmp_path / "sgl_kernel").mkdir()
-    (tmp_path / "sgl_kernel" / "__init__.py").write_text("from sgl_kernel.version import v\n" + source)
+    (tmp_path / "sgl_kernel" / "__init__.py").write_text(
+        "from sgl_kernel.version import v\n" + source
+    )
     (tmp_path / "sgl_kernel" / "version.py").write_text("v = 1\n")
     return tmp_path
 
@@ -95,9 +97,9 @@ def test_spawned_children_find_it(tmp_path):
 
 
 def test_what_is_missing_is_named():
-    from sglang_ext.cpu.install import is_stand_in
-
     import sgl_kernel
+
+    from sglang_ext.cpu.install import is_stand_in
 
     if not is_stand_in(sgl_kernel):
         pytest.skip("this machine has a working sgl_kernel")
@@ -106,4 +108,4 @@ def test_what_is_missing_is_named():
     with pytest.raises(AttributeError, match=r"sgl_kernel\.rmsnorm has no CPU version"):
         _ = sgl_kernel.rmsnorm
     with pytest.raises(ModuleNotFoundError, match=r"sgl_kernel\.mamba is not available"):
-        import sgl_kernel.mamba  # noqa: F401
+        import sgl_kernel.mamba

@@ -1,5 +1,6 @@
 """The stand-in's functions against plain Python written from SGLang's Triton kernels."""
 
+import itertools
 import random
 
 import pytest
@@ -28,7 +29,7 @@ def links(parents):
     first = [c[0] if c else -1 for c in children]
     sibling = [-1] * n
     for c in children:
-        for a, b in zip(c, c[1:], strict=False):
+        for a, b in itertools.pairwise(c):
             sibling[a] = b
     return first, sibling
 
@@ -105,9 +106,7 @@ def test_greedy_walk_and_links_from_the_mask(seed):
         path = [0]
         while len(path) < steps:
             wanted = target[b, path[-1]].item()
-            fitting = [
-                i for i in range(n) if parents[i] == path[-1] and candidates[b, i] == wanted
-            ]
+            fitting = [i for i in range(n) if parents[i] == path[-1] and candidates[b, i] == wanted]
             if not fitting:
                 break
             path.append(fitting[0])

@@ -66,6 +66,19 @@ def test_merges_in_slices_while_documents_keep_coming() -> None:
         assert len(store) == 34
 
 
+def test_a_flood_does_not_pile_up_segments() -> None:
+    """Each batch is too large to be merged at once, and the next is there before a merge ends."""
+    rng = np.random.default_rng(4)
+    most = 0
+    with Datastore(VOCAB, live_interval=0.0) as store:
+        for _ in range(60):
+            store.add(rng.integers(0, VOCAB, 70_000))
+            store.flush(60)
+            most = max(most, len(store.snapshot().segments))
+        assert store.num_tokens == 60 * 70_000
+    assert most <= 26
+
+
 def test_oldest_is_dropped_beyond_max_tokens() -> None:
     with Datastore(VOCAB, max_tokens=800, live_interval=0.0) as store:
         for i in range(60):
@@ -169,9 +182,9 @@ def test_close_ingests_what_is_left_and_refuses_more() -> None:
 def test_flush_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with Datastore(VOCAB) as store:
         go_on = threading.Event()
-        ingest = store._ingest_batch
+        ingest = store._live._ingest_batch
         monkeypatch.setattr(
-            store, "_ingest_batch", lambda batch: (go_on.wait(20), ingest(batch))
+            store._live, "_ingest_batch", lambda batch: (go_on.wait(20), ingest(batch))
         )
         store.add([1, 2])
         with pytest.raises(TimeoutError, match="1 documents"):
@@ -187,7 +200,7 @@ def test_a_failed_thread_is_told_to_callers(monkeypatch: pytest.MonkeyPatch) -> 
     def fail(batch: list) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(store, "_ingest_batch", fail)
+    monkeypatch.setattr(store._live, "_ingest_batch", fail)
     store.add([1])
     with pytest.raises(DatastoreError, match="no room"):
         store.flush(20)
@@ -212,7 +225,7 @@ def test_searching_while_everything_changes() -> None:
     drafts = [0, 0]
     store = Datastore(VOCAB, max_tokens=40_000, live_interval=0.0)
 
-    def guarded(work) -> threading.Thread:  # noqa: ANN001
+    def guarded(work) -> threading.Thread:
         def run() -> None:
             try:
                 work()
@@ -269,13 +282,13 @@ def test_searching_while_everything_changes() -> None:
 
 
 def test_retrieval_does_not_wait_for_building() -> None:
-    """The lock is not taken by searches."""
+    """Searches take neither lock."""
     store = Datastore.build([[1, 2, 3]], VOCAB)
     held = threading.Event()
     release = threading.Event()
 
     def hold() -> None:
-        with store._changed:
+        with store._live._changed, store._lock:
             held.set()
             release.wait(20)
 

@@ -55,7 +55,7 @@ def markov_documents(count: int, seed: int) -> list[np.ndarray]:
 
 def test_probabilities_are_honest_on_a_known_source() -> None:
     with Datastore.build(markov_documents(2000, 0), VOCAB) as store:
-        config = RetrievalConfig(prefix_length=2, max_input_samples=0)
+        config = RetrievalConfig(prefix_length=2, max_match_length=2, max_input_samples=0)
         result = replay(markov_documents(40, 1), store, config, s_q=8, prompt_tokens=5)
     assert result.accept_length > 2.0
     assert result.calibration_error < 0.05

@@ -1,5 +1,7 @@
 """Draft trees: against a direct reading of the estimator, and the properties callers rely on."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ corpora = st.lists(st.lists(ids, min_size=1, max_size=30), min_size=0, max_size=
 configs = st.builds(
     RetrievalConfig,
     prefix_length=st.integers(1, 6),
+    max_match_length=st.integers(6, 9),
     branch_length=st.integers(1, 5),
     min_matches=st.sampled_from([1, 3, 1000]),
 )
@@ -43,12 +46,12 @@ def naive_paths(
     history: list[int], corpus: list[list[int]], config: RetrievalConfig
 ) -> dict[tuple[int, ...], tuple[float, int]]:
     """The estimator of RetrievalConfig, from all occurrences, without sampling."""
-    longest, branch = config.prefix_length, config.branch_length
+    branch = config.branch_length
 
     def match(document: list[int], end: int) -> int:
         length = 0
         while (
-            length < min(longest, end, len(history))
+            length < min(config.max_match_length, end, len(history))
             and document[end - 1 - length] == history[-1 - length]
         ):
             length += 1
@@ -62,7 +65,9 @@ def naive_paths(
         for end in range(1, len(document) + 1):
             if length := match(document, end):
                 found[1].append((length, document[end : end + branch]))
-    for m in range(longest, 0, -1):  # shorter prefixes only while there are few matches
+    for m in range(
+        config.prefix_length, 0, -1
+    ):  # shorter prefixes only while there are few matches
         if sum(length >= m for length, _ in found[1]) >= config.min_matches:
             found[1] = [o for o in found[1] if o[0] >= m]
             break
@@ -89,9 +94,7 @@ def naive_paths(
             n = sum((m / 4) ** powers[s] for m, _ in onward[s])
             if s == 1:
                 scales[1] = config.datastore_weight * min(1.0, config.datastore_cap * weight / n)
-            unseen.append(
-                scales[s] * weight * novelties[s][0] * (best + depth) ** -novelties[s][1]
-            )
+            unseen.append(scales[s] * weight * novelties[s][0] * (best + depth) ** -novelties[s][1])
             total += scales[s] * n
         for token in {token for source in onward for _, token in source}:
             mass, sources = 0.0, 0
@@ -129,10 +132,7 @@ def test_probabilities_equal_the_naive_estimator(
     history: list[int], corpus: list[list[int]], config: RetrievalConfig
 ) -> None:
     """With more nodes than there are, the draft is the whole tree."""
-    config = RetrievalConfig(
-        prefix_length=config.prefix_length, branch_length=config.branch_length,
-        min_matches=config.min_matches, max_samples=1000, max_input_samples=1000,
-    )  # fmt: skip
+    config = replace(config, max_samples=1000, max_input_samples=1000)
     store = Datastore.build(corpus, VOCAB)
     (draft,) = retrieve([trie_of(history, config)], store, 10_000, config)
     assert_well_formed(draft, VOCAB)
@@ -258,6 +258,7 @@ def test_bad_budgets_are_refused(max_nodes: object) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [("prefix_length", 0), ("prefix_length", 13), ("branch_length", 0), ("max_samples", -1),
+     ("max_match_length", 7),
      ("max_samples", 1.5), ("datastore_weight", 0.0), ("input_power", float("nan")),
      ("input_novelty", "much"), ("datastore_cap", True), ("max_input_tokens", 1)],
 )  # fmt: skip

@@ -30,9 +30,7 @@ def saved(tmp_path: Path) -> Path:
 def test_round_trip(tmp_path: Path, vocab_size: int) -> None:
     rng = np.random.default_rng(1)
     documents = [rng.integers(0, vocab_size, 100) for _ in range(30)]
-    store = Datastore.build(
-        documents, vocab_size, tokenizer_fingerprint="tök", max_tokens=8_000
-    )
+    store = Datastore.build(documents, vocab_size, tokenizer_fingerprint="tök", max_tokens=8_000)
     store.add_corpus("wörter", [[7, 8, 9]])
     path = tmp_path / "a b.tokens"
     store.save(path)

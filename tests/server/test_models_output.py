@@ -1,0 +1,151 @@
+"""The fetched models are right by what they say: through transformers, and through SGLang."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jiwer
+import pytest
+import requests
+import soundfile
+import torch
+import torchaudio
+from transformers import (
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    WhisperForConditionalGeneration,
+)
+
+from sglang_ext.models import resolve
+
+REPOSITORY = Path(__file__).parents[2]
+CARRIED_CLIP = REPOSITORY / "scripts" / "data" / "LJ001-0001.flac"
+CARRIED_TEXT = (
+    "Printing, in the only sense with which we are at present concerned, differs from most if "
+    "not from all the arts and crafts represented in the Exhibition"
+)
+SPEECH = REPOSITORY.parent / "shared" / "data" / "speech"
+SAMPLE_RATE = 16_000
+# Of plain greedy decoding on LJ001-0001 to -0016 and jfk: base 4.3%, tiny.en 5.6% (spelling
+# variants counted as errors).
+MAX_WER = 0.08
+# Two fp32 implementations may disagree where the best two tokens are this close (logits).
+TIE = 1e-3
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a Python function that reverses a string.",
+    "Explain in two sentences why the sky is blue.",
+    "What is 12 + 30?",
+    "Name three animals that live in the sea.",
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Any, Any]:
+    """Tokenizer and model, in transformers."""
+    path = resolve("smollm2-135m-instruct")
+    return AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+def words(text: str) -> str:
+    return " ".join(re.sub(r"[^a-z0-9' ]+", " ", text.lower()).split())
+
+
+def transcribe_here(name: str, clip: Path) -> str:
+    """What transformers' own greedy decoding says of a mono or stereo clip."""
+    path = resolve(name)
+    processor = AutoProcessor.from_pretrained(path)
+    model = WhisperForConditionalGeneration.from_pretrained(path).eval()
+    samples, rate = soundfile.read(clip, dtype="float32", always_2d=True)
+    mono = torch.from_numpy(samples.mean(axis=1))
+    audio = torchaudio.functional.resample(mono, rate, SAMPLE_RATE).numpy()
+    features = processor.feature_extractor(audio, sampling_rate=SAMPLE_RATE, return_tensors="pt")
+    with torch.no_grad():
+        tokens = model.generate(features.input_features, do_sample=False, num_beams=1)
+    return processor.tokenizer.decode(tokens[0], skip_special_tokens=True)
+
+
+def transcribe_there(base_url: str, clip: Path) -> str:
+    response = requests.post(
+        base_url + "/v1/audio/transcriptions",
+        files={"file": (clip.name, clip.read_bytes())},
+        data={"model": "whisper-base", "language": "en", "temperature": "0"},
+        timeout=300,
+    )
+    assert response.ok, response.text
+    return response.json()["text"]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_smollm2_through_sglang_says_what_transformers_says(smollm2_server, smollm2, question):
+    tokenizer, model = smollm2
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    length = prompt["input_ids"].shape[1]
+    with torch.no_grad():
+        tokens = model.generate(**prompt, max_new_tokens=64, do_sample=False)[0]
+    expected = tokens[length:].tolist()
+    response = requests.post(
+        smollm2_server.base_url + "/generate",
+        json={
+            "input_ids": tokens[:length].tolist(),
+            "sampling_params": {"temperature": 0, "max_new_tokens": 64},
+        },
+        timeout=300,
+    )
+    assert response.ok, response.text
+    actual = response.json()["output_ids"]
+    if actual == expected:
+        return
+    pairs = zip(actual, expected, strict=False)
+    first = next((i for i, (a, e) in enumerate(pairs) if a != e), None)
+    assert first is not None, f"one output is a prefix of the other: {actual} {expected}"
+    with torch.no_grad():
+        logits = model(tokens[None, : length + first]).logits[0, -1]
+    gap = float(logits[expected[first]] - logits[actual[first]])
+    assert gap < TIE, f"token {first} differs by {gap} in logits: {actual} {expected}"
+
+
+def test_smollm2_chat_uses_its_template_and_ends(smollm2_server):
+    response = requests.post(
+        smollm2_server.base_url + "/v1/chat/completions",
+        json={
+            "model": "smollm2-135m-instruct",
+            "messages": [{"role": "user", "content": QUESTIONS[0]}],
+            "temperature": 0,
+            "max_tokens": 64,
+        },
+        timeout=300,
+    )
+    assert response.ok, response.text
+    choice = response.json()["choices"][0]
+    assert choice["message"]["content"].strip() == "The capital of France is Paris."
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("name", ["whisper-tiny.en", "whisper-base"])
+def test_whisper_through_transformers(name):
+    """No language is given: base must find it, and must transcribe rather than translate."""
+    text = transcribe_here(name, CARRIED_CLIP)
+    assert jiwer.wer(words(CARRIED_TEXT), words(text)) < MAX_WER, text
+
+
+def test_whisper_through_sglang(whisper_server):
+    text = transcribe_there(whisper_server.base_url, CARRIED_CLIP)
+    assert jiwer.wer(words(CARRIED_TEXT), words(text)) < MAX_WER, text
+
+
+@pytest.mark.skipif(not SPEECH.is_dir(), reason=f"no speech data at {SPEECH}")
+def test_whisper_through_sglang_on_sixteen_sentences(whisper_server):
+    rows = [line.split("\t") for line in (SPEECH / "references.tsv").read_text().splitlines()]
+    clips = {row[0]: row[-1] for row in rows if row[0].startswith(("LJ001", "jfk"))}
+    assert len(clips) >= 16
+    spoken = [words(text) for text in clips.values()]
+    heard = [words(transcribe_there(whisper_server.base_url, SPEECH / clip)) for clip in clips]
+    assert jiwer.wer(spoken, heard) < MAX_WER, heard

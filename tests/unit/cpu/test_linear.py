@@ -1,0 +1,118 @@
+"""Packed products against F.linear, and their independence of the rows beside a row."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedLinearMethod,
+)
+
+from sglang_ext.cpu import linear
+
+SHAPES = [(960, 576), (576, 1536), (3072, 576), (37, 19), (512, 2048)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_product(generator, shape, biased):
+    weight = torch.randn(*shape, generator=generator)
+    bias = torch.randn(shape[0], generator=generator) if biased else None
+    packed = linear.PackedWeight(weight)
+    for size in ((1,), (7,), (2, 5), (3, 1), (0,)):
+        x = torch.randn(*size, shape[1], generator=generator)
+        expected = F.linear(x.double(), weight.double(), bias if bias is None else bias.double())
+        out = packed.linear(x, bias)
+        assert out.shape == expected.shape
+        torch.testing.assert_close(out.double(), expected, atol=2e-4, rtol=1e-4)
+    strided = torch.randn(4, shape[1] * 2, generator=generator)[:, : shape[1]]
+    expected = F.linear(strided, weight)
+    torch.testing.assert_close(packed.linear(strided), expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_does_not_depend_on_its_batch(generator, shape):
+    packed = linear.PackedWeight(torch.randn(*shape, generator=generator))
+    x = torch.randn(70, shape[1], generator=generator)
+    full = packed.linear(x)
+    for rows in (1, 2, 3, 4, 6, 8, 11, 16, 31, 48, 64):
+        assert torch.equal(packed.linear(x[:rows]), full[:rows]), rows
+    assert torch.equal(packed.linear(x[42:43]), full[42:43])
+
+
+def layer_of(weight):
+    return SimpleNamespace(weight=torch.nn.Parameter(weight, requires_grad=False))
+
+
+def test_linear_layers_are_switched_over(generator):
+    layer = layer_of(torch.randn(24, 16, generator=generator))
+    method = UnquantizedLinearMethod()
+    linear._pack_linear(None, method, layer)
+    assert type(layer.quant_method) is linear.PackedLinearMethod
+    x = torch.randn(3, 16, generator=generator)
+    torch.testing.assert_close(layer.quant_method.apply(layer, x), F.linear(x, layer.weight))
+    half = layer.quant_method.apply(layer_of(layer.weight.bfloat16()), x.bfloat16())
+    assert half.dtype == torch.bfloat16
+
+    quantized = layer_of(torch.zeros(4, 4, dtype=torch.int8))
+    linear._pack_linear(None, method, quantized)
+    assert not hasattr(quantized, "quant_method")
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_new_weights_are_packed_again(generator, in_place):
+    layer = layer_of(torch.randn(24, 16, generator=generator))
+    linear._pack_linear(None, UnquantizedLinearMethod(), layer)
+    x = torch.randn(3, 16, generator=generator)
+    layer.quant_method.apply(layer, x)
+    fresh = torch.randn(24, 16, generator=generator)
+    if in_place:
+        layer.weight.data.copy_(fresh)
+        linear._note_update(None)
+    else:
+        layer.weight = torch.nn.Parameter(fresh, requires_grad=False)
+    torch.testing.assert_close(layer.quant_method.apply(layer, x), F.linear(x, fresh))
+
+
+def test_tied_head_keeps_its_table_and_packs_at_the_first_product(generator):
+    from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
+
+    layer = layer_of(torch.randn(100, 16, generator=generator))
+    linear._pack_head(None, UnquantizedEmbeddingMethod(), layer)
+    method = layer.quant_method
+    ids = torch.tensor([5, 99])
+    assert torch.equal(method.embedding(layer, ids), layer.weight[ids])
+    assert method._weight is None
+    # SGLang's LogitsProcessor must call apply, and not multiply by the table itself.
+    assert should_apply_lm_head_quant_method(layer, method)
+    x = torch.randn(2, 16, generator=generator)
+    torch.testing.assert_close(method.apply(layer, x), F.linear(x, layer.weight))
+    assert method._weight is not None
+
+
+def test_environment_turns_it_off(monkeypatch):
+    registered = []
+    monkeypatch.setattr(linear.HookRegistry, "register", lambda *a: registered.append(a[0]))
+    monkeypatch.setenv(linear.PREPACK_VARIABLE, "0")
+    linear.register()
+    assert registered == []
+    monkeypatch.delenv(linear.PREPACK_VARIABLE)
+    linear.register()
+    assert len(registered) == 5
+
+
+def test_every_hooked_name_is_there():
+    """SGLang renames things: a hook on a missing name is only a line in its log."""
+    import pkgutil
+
+    names = []
+    original = linear.HookRegistry.register
+    try:
+        linear.HookRegistry.register = lambda target, *a: names.append(target)
+        linear.register()
+    finally:
+        linear.HookRegistry.register = original
+    for name in names:
+        assert callable(pkgutil.resolve_name(name)), name
