@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from sglang_ext.cpu.install import wants_cpu_engine
 
@@ -36,6 +36,9 @@ def default_cpu_args(argv: Sequence[str]) -> list[str]:
         "--dtype": "float32",
         # SGLang's scheduler otherwise polls: an idle server keeps a core busy.
         "--sleep-on-idle": None,
+        # There is no second stream to overlap with (same speed, measured), SGLang turns it off for
+        # speculation on CPUs, and with it SGLang's penalties are one token late.
+        "--disable-overlap-schedule": None,
         # SGLang reserves 6.5 GB for GPU buffers and finds no room for the model in 8 GB.
         "--mem-fraction-static": "0.85",
         # SGLang otherwise turns what memory is left into KV cache, all of it.
@@ -47,9 +50,6 @@ def default_cpu_args(argv: Sequence[str]) -> list[str]:
     else:
         # SGLang's default for CPUs needs AMX.
         defaults["--attention-backend"] = "torch_native"
-    if _value(argv, "--speculative-algorithm") is not None:
-        # SGLang does not overlap scheduling with speculation on CPUs, and warns of it.
-        defaults["--disable-overlap-schedule"] = None
     if "encoder_layers" in _model_config(argv):
         # SGLang 0.5.23 stops with an assertion where a chunk ends within an encoder's input, as it
         # does when three Whisper requests come at once (1,500 tokens each, 4,096 in a chunk).

@@ -48,8 +48,9 @@ def install() -> bool:
     os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
     if "OMP_WAIT_POLICY" not in os.environ:
         # libgomp's threads spin for about 5 ms at every barrier, some 120 of them per token. When
-        # another program wants the cores, that makes a server 8 times slower; this is tens of us.
-        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+        # another program wants the cores, that makes a server 8 times slower; this is a few
+        # hundred us, enough to bridge the Python code between two of a layer's products.
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     return True

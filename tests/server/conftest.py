@@ -10,7 +10,7 @@ from scripts.server import Server
 
 MODEL = "smollm2-135m-instruct"
 # Small enough that a long prompt's prefill is chunked.
-CHUNK = ["--chunked-prefill-size", "256"]
+CHUNK = ["--chunked-prefill-size", "128"]
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def prompts() -> list[Prompt]:
 @pytest.fixture(scope="session")
 def plain_server() -> Iterator[Server]:
     """SGLang without speculation."""
-    with Server(MODEL, [*CHUNK, "--disable-overlap-schedule"], name="plain") as server:
+    with Server(MODEL, CHUNK, name="plain") as server:
         yield server
 
 

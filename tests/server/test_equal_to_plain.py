@@ -8,7 +8,7 @@ import requests
 
 from scripts.prompts import Prompt
 from scripts.server import Server
-from tests.server.conftest import JSON_SCHEMA
+from tests.server.conftest import CHUNK, JSON_SCHEMA
 
 DRAFTERS = ("sssd", "random")
 
@@ -116,7 +116,7 @@ def flat(entries: list) -> list:
 def test_chunked_prefill_and_radix_hits(drafter, plain_server, sssd_server, prompts):
     long = Prompt("long", "", tuple(t for p in prompts for t in p.input_ids)[:700])
     longer = Prompt("longer", "", (*long.input_ids, *prompts[0].input_ids))
-    assert len(long.input_ids) > 2 * 256
+    assert len(long.input_ids) > 2 * int(CHUNK[1])
     params = {"custom_params": {"drafter": drafter}}
     for prompt in (long, longer, long):
         expected = answer(plain_server, prompt)

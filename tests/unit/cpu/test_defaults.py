@@ -36,8 +36,7 @@ def test_all_that_a_server_needs(tmp_path):
     assert given["--device"] == "cpu"
     assert given["--dtype"] == "float32"
     assert given["--attention-backend"] == "tree_cpu"
-    assert "--sleep-on-idle" in given and "--disable-overlap-schedule" not in given
-    assert "--disable-overlap-schedule" in flags(["--speculative-algorithm=SSSD"])
+    assert "--sleep-on-idle" in given and "--disable-overlap-schedule" in given
 
 
 def test_encoder_input_is_not_split(tmp_path):
