@@ -24,6 +24,7 @@ setup: $(VENV)/.installed
 	@$(BIN)/sglang-ext models fetch $(MODELS)
 
 $(VENV)/.installed: pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed; name one with: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements.lock
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .

@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ BATCH_SIZES = (1, 8)
 # Two servers: one verifies every draft, good or bad; one chooses its budget as users' do.
 # budget -> label -> custom_params; "warm" comes after the answers have joined the datastore.
 MODES: dict[str, dict[str, dict[str, Any]]] = {
+    "auto": {"cold, auto": {"ingest": False}, "fill": {}, "warm, auto": {}},
     "fixed": {
         "cold": {"drafter": "sssd", "ingest": False},
         "random": {"drafter": "random"},
         "truth": {"drafter": "oracle"},
     },
-    "auto": {"cold, auto": {"ingest": False}, "fill": {}, "warm, auto": {}},
 }
 
 
@@ -38,40 +39,52 @@ def main() -> int:
     args.add_argument("--prompts", type=int, default=104, help="prompts of Spec-Bench [104]")
     args.add_argument("--tokens", type=int, default=64, help="tokens per answer [64]")
     options = args.parse_args()
-    count = 13 if options.quick else options.prompts
-    longest = 256 if options.quick else 1024
+    count = 10 if options.quick else options.prompts
+    longest = 120 if options.quick else 300
     prompts = spec_bench(options.model, max_prompt_tokens=longest)[:count]
     ids = [prompt.input_ids for prompt in prompts]
     run = {"max_new_tokens": options.tokens, "ignore_eos": True}
 
     plain: dict[int, list[list[Completion]]] = {}
-    with Server(options.model, name="plain") as server:
+    answers: dict[tuple[str, int], list[Completion]] = {}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
+        started = {
+            "plain": launch(servers, options.model, []),
+            "auto": launch(servers, options.model, ["--speculative-algorithm", "SSSD"]),
+        }
+        url = started["plain"].wait().base_url
         for batch in BATCH_SIZES:
             plain[batch] = [
-                generate_all(
-                    server.base_url, ids, in_flight=batch, label=f"plain {batch} #{i}", **run
-                )
+                generate_all(url, ids, in_flight=batch, label=f"plain {batch} #{i}", **run)
                 for i in (1, 2)
             ]
-
-    with tempfile.TemporaryDirectory() as folder:
+        started["plain"].stop()
         oracle = write_oracle(Path(folder) / "truth.jsonl", prompts, plain[1][0])
-        flags = [
-            "--speculative-algorithm", "SSSD", "--drafters", "random,oracle",
-            "--oracle-file", str(oracle),
-        ]  # fmt: skip
-        answers = {}
+        started["fixed"] = launch(
+            servers,
+            options.model,
+            [
+                "--speculative-algorithm", "SSSD", "--drafters", "random,oracle",
+                "--oracle-file", str(oracle), "--budget", "fixed",
+            ],
+        )  # fmt: skip
         for budget, modes in MODES.items():
-            with Server(options.model, [*flags, "--budget", budget], name="sssd") as server:
-                for mode, params in modes.items():
-                    for batch in BATCH_SIZES:
-                        answers[mode, batch] = generate_all(
-                            server.base_url, ids, in_flight=batch, params=params,
-                            label=f"{mode} {batch}", **run,
-                        )  # fmt: skip
+            url = started[budget].wait().base_url
+            for mode, params in modes.items():
+                for batch in BATCH_SIZES:
+                    answers[mode, batch] = generate_all(
+                        url, ids, in_flight=batch, params=params, label=f"{mode} {batch}", **run
+                    )
     figures = compare(prompts, plain, answers)
     report(figures, options.json)
     return int(figures["mismatches"] > 0)
+
+
+def launch(servers: ExitStack, model: str, flags: Sequence[str]) -> Server:
+    """Start a server that ends with the stack; the next one may start meanwhile."""
+    server = Server(model, flags).start()
+    servers.callback(server.stop)
+    return server
 
 
 def write_oracle(path: Path, prompts: Sequence[Prompt], answers: Sequence[Completion]) -> Path:

@@ -149,6 +149,7 @@ def test_corpora_over_http(sssd_server, prompts):
         (MODEL, [*SSSD, "--prefix-length", "0"], "--prefix-length='0'"),
         (MODEL, [*SSSD, "--speculative-num-draft-tokens", "900"], "expected 2 to 64"),
         (MODEL, ["--port", "99999"], "--port 99999"),
+        ("whisper-base", SSSD, "does not serve encoder-decoder models yet"),
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line(model, flags, message):
