@@ -123,13 +123,13 @@ def warm_answers(model: str, url: str, prompts: Sequence[Prompt], wanted: int) -
     path.parent.mkdir(parents=True, exist_ok=True)
     ids = [prompt.input_ids for prompt in prompts]
     while (have := sum(map(len, answers))) < wanted:
-        # Greedy answers first; where those are too few, sampled ones.
+        # Greedy answers first; where those are too few, sampled ones. Each is 100 tokens or more.
         sampling: dict[str, float] = {"temperature": 0.7} if len(answers) >= len(ids) else {}
         start = len(answers) % len(ids)
-        batch = ids[start : start + 64]
+        batch = ids[start : start + -(-(wanted - have) // 100)]
         label = f"warm-up answers, {have} of {wanted} tokens"
         for answer in generate_all(
-            url, batch, in_flight=32, label=label, max_new_tokens=320, **sampling
+            url, batch, in_flight=32, label=label, max_new_tokens=256, **sampling
         ):
             answers.append(answer.token_ids)
         path.write_text("\n".join(map(json.dumps, answers)))

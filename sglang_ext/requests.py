@@ -82,8 +82,16 @@ class RunningRequest:
 class RequestTable:
     """Follows the requests of the running batch and tells their drafters."""
 
-    def __init__(self, drafters: Mapping[str, Drafter], default: str, max_nodes: int, limit: int):
+    def __init__(
+        self,
+        drafters: Mapping[str, Drafter],
+        names: Sequence[str],
+        default: str,
+        max_nodes: int,
+        limit: int,
+    ):
         self._drafters = drafters
+        self._names = names  # of all that the server loads, also where this rank has none
         self._default = default
         self._max_nodes = max_nodes
         self._limit = limit
@@ -130,7 +138,7 @@ class RequestTable:
     def _start(self, req: "Req", extra: Sequence[int]) -> RunningRequest:
         params = getattr(req.sampling_params, "custom_params", None) or {}
         try:
-            options = RequestOptions.parse(params, self._drafters)
+            options = RequestOptions.parse(params, self._names)
         except RequestOptionError as error:
             # The HTTP layer refuses these; whoever comes another way decodes plainly.
             logger.warning("request %s is not drafted for: %s", req.rid, error)

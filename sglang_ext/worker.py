@@ -34,11 +34,12 @@ from sglang.srt.speculative.spec_utils import (
 from sglang.srt.utils import broadcast_pyobj
 
 from sglang_ext import penalties
-from sglang_ext.budget import CostModel, candidate_widths, choose_width
+from sglang_ext.budget import CostModel
 from sglang_ext.costs import measure_forward_cost
-from sglang_ext.drafters import DrafterContext, load
+from sglang_ext.drafters import DrafterContext
+from sglang_ext.drafting import DraftPlanner
 from sglang_ext.options import Options
-from sglang_ext.requests import RequestTable, RunningRequest
+from sglang_ext.requests import RunningRequest
 from sglang_ext.tokenizers import fingerprint
 from sglang_ext.tree import PackedTrees, TokenTree, pack
 from sglang_ext.verify import Accepted, accept_on_device, accept_on_host
@@ -67,32 +68,10 @@ class SpeculativeWorker(BaseSpecWorker):
         self.vocab_size: int = self.model_runner.model_config.vocab_size
         self.on_host = self.device == "cpu"
 
-        config = self.model_runner.model_config
-        if config.is_encoder_decoder:
+        if self.model_runner.model_config.is_encoder_decoder:
             raise ValueError("speculation does not serve encoder-decoder models yet")
-        context = DrafterContext(
-            vocab_size=self.vocab_size,
-            options=self.options,
-            tokenizer_fingerprint=fingerprint(target_worker.tokenizer),
-            eos_token_ids=frozenset(config.hf_eos_token_id or ()),
-        )
-        # Only rank 0 drafts; the others get its trees (timing must not tell ranks apart).
-        self.drafts_here = get_parallel().tp_rank == 0
-        self.drafters = {
-            name: load(name, context)
-            for name in (self.options.loaded_drafters() if self.drafts_here else [])
-        }
-        self.widths = candidate_widths(self.speculative_num_draft_tokens)
         # Made in alloc_memory_pool(), once SGLang knows how many requests may run.
-        self.requests: RequestTable
-        self.cost: CostModel
-        logger.info(
-            "sglang-ext drafters: %s (default %s), up to %d nodes a step, budget %s",
-            ", ".join(self.drafters) or "none",
-            self.options.drafter,
-            self.speculative_num_draft_tokens,
-            self.options.budget,
-        )
+        self.planner: DraftPlanner
 
     # What SGLang asks of a speculative worker
 
@@ -106,43 +85,51 @@ class SpeculativeWorker(BaseSpecWorker):
         self.req_to_token_pool, self.token_to_kv_pool_allocator = (
             self._target_worker.get_memory_pool()
         )
-        self.requests = RequestTable(
-            self.drafters,
-            self.options.drafter,
-            self.speculative_num_draft_tokens - 1,
-            4 * self.model_runner.max_running_requests,
+        context = DrafterContext(
+            vocab_size=self.vocab_size,
+            options=self.options,
+            tokenizer_fingerprint=fingerprint(self._target_worker.tokenizer),
+            eos_token_ids=frozenset(self.model_runner.model_config.hf_eos_token_id or ()),
         )
-        if self.on_host:
-            self.cost = CostModel(measure_forward_cost(self.model_runner.model))
+        model = self.model_runner.model
+        self.planner = DraftPlanner(
+            context,
+            self.speculative_num_draft_tokens,
+            4 * self.model_runner.max_running_requests,
+            CostModel(measure_forward_cost(model)) if self.on_host else None,
+            # The other ranks get rank 0's trees: timing must not tell ranks apart.
+            active=get_parallel().tp_rank == 0,
+        )
+        logger.info(
+            "sglang-ext drafters: %s (default %s), up to %d nodes a step, budget %s",
+            ", ".join(self.planner.drafters) or "none",
+            self.options.drafter,
+            self.speculative_num_draft_tokens,
+            self.options.budget,
+        )
 
     def clear_cache_pool(self) -> None:
         """/flush_cache: forget running requests; what was learned from finished ones stays."""
-        self.requests.clear()
+        self.planner.requests.clear()
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """A request ended; its drafter gets the whole output."""
-        self.requests.finish(rid)
+        self.planner.requests.finish(rid)
 
     def add_external_corpus(self, corpus_id: str, token_chunks: list[list[int]]) -> int:
         """SGLang's /add_external_corpus; returns the number of tokens loaded."""
-        return self._corpus_drafter().add_corpus(corpus_id, token_chunks)
+        return self.planner.corpus_drafter().add_corpus(corpus_id, token_chunks)
 
     def commit_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
         """Nothing left to do: a corpus serves as soon as it is added."""
 
     def remove_external_corpus(self, corpus_id: str) -> None:
         """SGLang's /remove_external_corpus."""
-        self._corpus_drafter().remove_corpus(corpus_id)
+        self.planner.corpus_drafter().remove_corpus(corpus_id)
 
     def list_external_corpora(self) -> dict[str, int]:
         """SGLang's /list_external_corpora: tokens by corpus."""
-        return self._corpus_drafter().list_corpora()
-
-    def _corpus_drafter(self) -> Any:
-        for drafter in self.drafters.values():
-            if hasattr(drafter, "add_corpus"):
-                return drafter
-        raise ValueError("no loaded drafter keeps corpora; start the server with --drafter sssd")
+        return self.planner.corpus_drafter().list_corpora()
 
     # One step
 
@@ -158,7 +145,7 @@ class SpeculativeWorker(BaseSpecWorker):
             record_stream_for_v2_verify(batch, None, stream)
         if not batch.forward_mode.is_decode():
             return self._prefill(batch, on_publish, pp_proxy_tensors)
-        running = self.requests.update(batch.reqs, self._pending_tokens(batch))
+        running = self.planner.requests.update(batch.reqs, self._pending_tokens(batch))
         roots = [r.draft.output[-1] for r in running]
         trees, width = self._draft(batch, running)
         if width == 1 and (self.on_host or self._must_decode_plainly(batch)):
@@ -191,57 +178,17 @@ class SpeculativeWorker(BaseSpecWorker):
         tokens = batch.spec_info.accept_tokens.view(-1, stride).tolist()
         return [row[:n] for row, n in zip(tokens, lens, strict=True)]
 
-    # Drafting
-
     def _draft(
         self, batch: ScheduleBatch, running: Sequence[RunningRequest]
     ) -> tuple[list[TokenTree], int]:
-        trees, width = [TokenTree.empty()] * len(running), 1
-        if self.drafts_here and not self._must_decode_plainly(batch):
-            for drafter in self.drafters.values():
-                self._propose(drafter, running, trees)
-            width = self._choose_width(running, trees)
+        plain = [TokenTree.empty()] * len(running), 1
+        trees, width = plain if self._must_decode_plainly(batch) else self.planner.plan(running)
         if get_parallel().tp_size > 1:
             group = self.model_runner.tp_group
             trees, width = broadcast_pyobj(
                 [trees, width], group.rank, group.cpu_group, src=group.ranks[0]
             )
         return trees, width
-
-    def _propose(self, drafter, running: Sequence[RunningRequest], trees: list[TokenTree]) -> None:
-        rows = [i for i, r in enumerate(running) if r.drafter is drafter and self._depth(r) > 0]
-        if not rows:
-            return
-        try:
-            proposed = drafter.propose(
-                [running[i].draft for i in rows], self.speculative_num_draft_tokens - 1
-            )
-            for i, tree in zip(rows, proposed, strict=True):
-                tree.check(self.vocab_size)
-                trees[i] = tree.clipped(self._depth(running[i])).first(running[i].max_nodes)
-        except Exception:
-            # A drafter must not take the scheduler down with it: this step goes undrafted.
-            logger.exception("drafter %s failed to propose", type(drafter).__name__)
-
-    @staticmethod
-    def _depth(running: RunningRequest) -> int:
-        """How deep a tree is of use: the bonus token needs a place too."""
-        depth = min(running.remaining_tokens - 1, running.max_nodes)
-        bound = penalties.max_depth(running.req, len(running.draft.output))
-        return depth if bound is None else min(depth, bound)
-
-    def _choose_width(self, running: Sequence[RunningRequest], trees: Sequence[TokenTree]) -> int:
-        if not self.on_host:
-            # One width, so that the captured CUDA graphs serve every step.
-            return self.speculative_num_draft_tokens
-        longest = max(len(tree) for tree in trees)
-        if self.options.budget == "fixed" or longest == 0:
-            return min(longest + 1, self.speculative_num_draft_tokens)
-        probs = [
-            r.calibration(tree.probs) if len(tree) else np.empty(0)
-            for r, tree in zip(running, trees, strict=True)
-        ]
-        return choose_width(probs, self.widths, self.cost)
 
     @staticmethod
     def _must_decode_plainly(batch: ScheduleBatch) -> bool:
@@ -276,8 +223,8 @@ class SpeculativeWorker(BaseSpecWorker):
         self._set_exact_penalties(batch, running)
         start = time.perf_counter()
         result = self._target_worker.forward_batch_generation(batch)
-        if self.on_host:
-            self.cost.observe(len(running), time.perf_counter() - start)
+        if self.planner.cost is not None:
+            self.planner.cost.observe(len(running), time.perf_counter() - start)
         if on_publish is not None:
             on_publish(new_seq_lens)
         logits = result.logits_output
@@ -310,8 +257,8 @@ class SpeculativeWorker(BaseSpecWorker):
         verify_input = self._prepare_verify(batch, packed)
         start = time.perf_counter()
         result = self._target_worker.forward_batch_generation(batch, is_verify=True)
-        if self.on_host:
-            self.cost.observe(packed.tokens.size, time.perf_counter() - start)
+        if self.planner.cost is not None:
+            self.planner.cost.observe(packed.tokens.size, time.perf_counter() - start)
         logits_output = result.logits_output
         self._adjust_logits(logits_output.next_token_logits, batch, running, packed)
         accepted = self._accept(logits_output.next_token_logits, batch, packed, verify_input)
@@ -324,7 +271,7 @@ class SpeculativeWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(new_seq_lens)
         if self.on_host:
-            self._calibrate(running, trees, packed, accepted)
+            self.planner.observe(running, trees, packed, accepted.accept_index.numpy())
         tokens = accepted.predict[accepted.accept_index.long()]
         return self._result(
             logits_output,
@@ -434,15 +381,6 @@ class SpeculativeWorker(BaseSpecWorker):
             accepted.accept_lens - 1,
             self.token_to_kv_pool_allocator,
         )
-
-    def _calibrate(self, running, trees, packed: PackedTrees, accepted: Accepted) -> None:
-        index = accepted.accept_index.numpy()
-        on_path = np.zeros(packed.tokens.shape, dtype=bool)
-        on_path.reshape(-1)[index[index >= 0]] = True
-        for b, (r, tree) in enumerate(zip(running, trees, strict=True)):
-            n = int(packed.sizes[b]) - 1
-            if n:
-                r.calibration.observe(tree.probs[:n], on_path[b, 1 : n + 1])
 
     def _result(
         self, logits_output, can_run_cuda_graph, next_token_ids, accept_tokens, lens, new_seq_lens

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
@@ -10,6 +12,7 @@ from scripts.server import Server
 from tests.server.conftest import MODEL
 from tests.server.test_equal_to_plain import answer
 
+CONTEXT = 512
 SSSD = ["--speculative-algorithm", "SSSD"]
 
 
@@ -54,22 +57,6 @@ def test_prompt_longer_than_the_context_gets_a_400(sssd_server, prompts):
     assert answer(sssd_server, prompts[0])["output_ids"]
 
 
-def test_output_up_to_the_end_of_the_context(sssd_server, prompts):
-    info = requests.get(sssd_server.base_url + "/get_model_info", timeout=30)
-    assert info.ok
-    limit = requests.get(sssd_server.base_url + "/server_info", timeout=30).json()
-    context = limit.get("context_length") or 8192
-    tail = prompts[0].input_ids
-    ids = ([*tail] * (context // len(tail) + 1))[: context - 40]
-    body = {
-        "input_ids": ids,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True},
-    }
-    response = post(sssd_server, "/generate", body)
-    assert response.ok, response.text
-    assert response.json()["meta_info"]["completion_tokens"] == 30
-
-
 def test_aborted_requests_leave_the_others_alone(plain_server, sssd_server, prompts):
     expected = answer(plain_server, prompts[1])["output_ids"]
 
@@ -101,27 +88,42 @@ def test_aborted_requests_leave_the_others_alone(plain_server, sssd_server, prom
     pytest.fail(f"aborted requests still run: {loads}")
 
 
-def test_retracted_requests_end_with_the_same_tokens(plain_server, prompts):
-    ids = [p.input_ids for p in prompts[:6]]
+@pytest.fixture(scope="module")
+def tight_server(prompts) -> Iterator[Server]:
+    """A short context, and KV room for about half of what six requests come to need."""
+    room = (sum(len(p.input_ids) for p in prompts[:6]) + 6 * 120) // 2 + 200
+    flags = [*SSSD, "--budget", "fixed", "--disable-radix-cache", "--context-length", str(CONTEXT)]
+    flags += ["--max-total-tokens", str(room), "--schedule-conservativeness", "0.05"]
+    with Server(MODEL, flags, name="tight") as server:
+        yield server
+
+
+def test_retracted_requests_end_with_the_same_tokens(plain_server, tight_server, prompts):
     run = {"max_new_tokens": 120, "ignore_eos": True}
     expected = [answer(plain_server, p, **run)["output_ids"] for p in prompts[:6]]
-    # Room for about half of what the six requests come to need.
-    room = str((sum(map(len, ids)) + 6 * 120) // 2 + 200)
-    flags = [*SSSD, "--budget", "fixed", "--max-total-tokens", room, "--disable-radix-cache"]
-    flags += ["--schedule-conservativeness", "0.05"]
-    with Server(MODEL, flags, name="tight") as server:
-        results: list[list[int]] = [[] for _ in ids]
+    with ThreadPoolExecutor(6) as pool:
+        answers = pool.map(lambda p: answer(tight_server, p, **run)["output_ids"], prompts[:6])
+    assert list(answers) == expected
+    assert "etract" in tight_server.log.read_text(), "nothing was retracted: this shows nothing"
 
-        def one(i: int) -> None:
-            results[i] = answer(server, prompts[i], **run)["output_ids"]
 
-        threads = [threading.Thread(target=one, args=(i,)) for i in range(len(ids))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert "etract" in server.log.read_text(), "nothing was retracted: the test shows nothing"
-    assert results == expected
+@pytest.mark.parametrize("drafter", ["sssd", "none"])
+def test_output_up_to_the_end_of_the_context(drafter, tight_server, prompts):
+    ids = ([*prompts[0].input_ids] * CONTEXT)[: CONTEXT - 40]
+    body = {
+        "input_ids": ids,
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": 100,
+            "ignore_eos": True,
+            "custom_params": {"drafter": drafter},
+        },
+    }
+    response = post(tight_server, "/generate", body)
+    assert response.ok, response.text
+    meta = response.json()["meta_info"]
+    assert meta["finish_reason"]["type"] == "length"
+    assert 30 < meta["completion_tokens"] <= 40
 
 
 def test_corpora_over_http(sssd_server, prompts):

@@ -1,0 +1,149 @@
+"""Requests, their drafters, and what becomes of bad ones."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_ext import drafting
+from sglang_ext.budget import CostModel
+from sglang_ext.drafters import DrafterContext, DrafterError
+from sglang_ext.drafting import DraftPlanner
+from sglang_ext.options import Options
+from sglang_ext.tree import TokenTree, pack
+
+FLAT_COST = {1: 1.0, 64: 1.0}
+
+
+class Recorder:
+    """Drafts a fixed answer and writes down what it is told."""
+
+    def __init__(self, answer: Any):
+        self.answer = answer
+        self.calls: list[tuple] = []
+
+    def start(self, request):
+        self.calls.append(("start", request.rid, list(request.output)))
+
+    def observe(self, request, tokens):
+        self.calls.append(("observe", request.rid, list(tokens)))
+
+    def finish(self, request, completed):
+        self.calls.append(("finish", request.rid, list(request.output), completed))
+
+    def propose(self, requests, max_nodes):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer if isinstance(self.answer, list) else [self.answer] * len(requests)
+
+
+def request(rid: str, output: list[int], max_new_tokens: int = 100, **params: Any):
+    return SimpleNamespace(
+        rid=rid,
+        origin_input_ids_unpadded=[1, 2, 3],
+        output_ids=list(output),
+        output_ids_through_stop=list(output),
+        finished_reason=None,
+        sampling_params=SimpleNamespace(
+            max_new_tokens=max_new_tokens, min_new_tokens=0, custom_params=params
+        ),
+    )
+
+
+def planner(monkeypatch, budget: str = "fixed", **drafters: Any) -> DraftPlanner:
+    monkeypatch.setattr(drafting, "load", lambda name, _context: drafters[name])
+    names = list(drafters)
+    options = Options(drafter=names[0], drafters=",".join(names), budget=budget)
+    context = DrafterContext(vocab_size=50, options=options)
+    return DraftPlanner(context, 8, 4, CostModel(FLAT_COST), active=True)
+
+
+def test_a_requests_life_is_told_in_order(monkeypatch):
+    drafter = Recorder(TokenTree.chain([7]))
+    plan = planner(monkeypatch, a=drafter)
+    req = request("r", [10])
+    plan.requests.update([req], None)
+    req.output_ids += [11, 12]
+    plan.requests.update([req], None)
+    # Under overlap, what was committed last arrives before SGLang's own output_ids has it.
+    running = plan.requests.update([req], [[13, 14]])
+    assert running[0].draft.output == [10, 11, 12, 13, 14]
+    req.output_ids += [13, 14, 15]
+    req.output_ids_through_stop = req.output_ids[:-1]
+    plan.requests.finish("r")
+    assert drafter.calls == [
+        ("start", "r", [10]),
+        ("observe", "r", [11, 12]),
+        ("observe", "r", [13, 14]),
+        ("observe", "r", [15]),
+        ("finish", "r", [10, 11, 12, 13, 14], True),
+    ]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        RuntimeError("broken"),
+        TokenTree.chain([99]),  # outside the vocabulary
+        [],  # too few trees
+        "nonsense",
+    ],
+)
+def test_a_bad_drafter_costs_the_step_its_draft(answer, monkeypatch, caplog):
+    plan = planner(monkeypatch, bad=Recorder(answer), good=Recorder(TokenTree.chain([5, 6])))
+    reqs = [request("x", [1]), request("y", [1], drafter="good")]
+    trees, width = plan.plan(plan.requests.update(reqs, None))
+    assert [len(tree) for tree in trees] == [0, 2]
+    assert width == 3
+    assert "failed to propose" in caplog.text
+
+
+def test_trees_end_where_the_output_must(monkeypatch):
+    plan = planner(monkeypatch, a=Recorder(TokenTree.chain([5] * 7)))
+    reqs = [
+        request("long", [1]),
+        request("four left", [1], max_new_tokens=5),
+        request("one left", [1], max_new_tokens=2),
+        request("short drafts", [1], draft_length=2),
+        request("none", [1], drafter="none"),
+    ]
+    trees, _ = plan.plan(plan.requests.update(reqs, None))
+    assert [len(tree) for tree in trees] == [7, 3, 0, 2, 0]
+
+
+def test_unknown_drafter_from_inside_decodes_plainly(monkeypatch, caplog):
+    plan = planner(monkeypatch, a=Recorder(TokenTree.chain([5])))
+    trees, width = plan.plan(plan.requests.update([request("r", [1], drafter="zzz")], None))
+    assert len(trees[0]) == 0 and width == 1
+    assert "custom_params.drafter" in caplog.text
+
+
+def test_auto_budget_stops_verifying_what_is_never_accepted(monkeypatch):
+    tree = TokenTree.chain([5] * 7, prob=0.9)
+    plan = planner(monkeypatch, budget="auto", a=Recorder(tree))
+    plan.cost = CostModel({1: 1.0, 8: 1.6})
+    running = plan.requests.update([request("r", [1])], None)
+    widths = []
+    for _ in range(30):
+        trees, width = plan.plan(running)
+        widths.append(width)
+        packed = pack([1], trees, width)
+        accept_index = np.full((1, width), -1, dtype=np.int32)
+        accept_index[0, 0] = 0
+        plan.observe(running, trees, packed, accept_index)
+    assert widths[0] > 4 and widths[-1] == 1
+
+
+def test_requests_that_vanish_are_forgotten(monkeypatch):
+    plan = planner(monkeypatch, a=Recorder(TokenTree.empty()))
+    for i in range(20):
+        plan.requests.update([request(str(i), [1])], None)
+    assert len(plan.requests._running) <= 5
+
+
+def test_unknown_drafters_are_named_with_the_installed_ones():
+    from sglang_ext.drafters import load
+
+    with pytest.raises(DrafterError, match=r"unknown drafter 'zzz'; installed: .*sssd"):
+        load("zzz", DrafterContext(vocab_size=5, options=Options()))
