@@ -26,7 +26,7 @@ from scripts.server import Server
 from sglang_ext.models.store import default_cache_dir
 
 WARM_TOKENS = 110_000
-QUICK_WARM_TOKENS = 20_000
+QUICK_WARM_TOKENS = 8_000
 DRAFT_TOKENS = 16
 # The first prompts may be measured; what is learned beforehand comes from the rest.
 MOST_MEASURED = 104
@@ -67,23 +67,22 @@ def main() -> int:
     args.add_argument("--warm-tokens", type=int, default=WARM_TOKENS, help="[%(default)s]")
     options = args.parse_args()
     if options.quick:
-        options.prompts, options.tokens = 13, 64
+        options.prompts, options.tokens = 8, 64
         options.warm_tokens = QUICK_WARM_TOKENS
     prompts = spec_bench(options.model, max_prompt_tokens=512)
     measured, others = prompts[: min(options.prompts, MOST_MEASURED)], prompts[MOST_MEASURED:]
 
     with ExitStack() as stack:
-        plain = Server(options.model, name="plain").start()
-        stack.callback(plain.stop)
-        plain.wait()
+        plain, sssd, ngram = (
+            Server(options.model, flags(name), name=name.lower()).start()
+            for name in ("plain", "SSSD", "NGRAM")
+        )
+        for server in (plain, sssd, ngram):
+            stack.callback(server.stop)
+        for server in (plain, sssd, ngram):
+            server.wait()
         answers = warm_answers(options.model, plain.base_url, others, options.warm_tokens)
         texts = [tokenizer(options.model).decode(answer) for answer in answers]
-        sssd = Server(options.model, flags("SSSD"), name="sssd").start()
-        stack.callback(sssd.stop)
-        ngram = Server(options.model, flags("NGRAM"), name="ngram").start()
-        stack.callback(ngram.stop)
-        for server in (sssd, ngram):
-            server.wait()
 
         p = Contender(plain.base_url)
         phases = {
@@ -106,12 +105,13 @@ def main() -> int:
     return 0
 
 
-def flags(algorithm: str) -> list[str]:
-    """A server's flags for one algorithm."""
-    return [
-        "--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", str(DRAFT_TOKENS),
-        *(["--speculative-ngram-external-sam-budget", "8"] if algorithm == "NGRAM" else []),
-    ]  # fmt: skip
+def flags(name: str) -> list[str]:
+    """A server's flags; "plain" has none."""
+    if name == "plain":
+        return []
+    given = ["--speculative-algorithm", name, "--speculative-num-draft-tokens", str(DRAFT_TOKENS)]
+    # NGRAM keeps part of its tree for the external corpus: half of it here.
+    return [*given, "--speculative-ngram-external-sam-budget", "8"] if name == "NGRAM" else given
 
 
 def warm_answers(model: str, url: str, prompts: Sequence[Prompt], wanted: int) -> list[list[int]]:

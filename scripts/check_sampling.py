@@ -47,11 +47,9 @@ Counts = Counter[tuple[int, ...]]
 
 def main() -> int:
     args = parser(__doc__)
-    args.add_argument(
-        "--samples", type=int, default=10_000, help="outputs per kind of draft [10000]"
-    )
+    args.add_argument("--samples", type=int, default=4_000, help="outputs per kind of draft [4000]")
     options = args.parse_args()
-    samples = 2_000 if options.quick else options.samples
+    samples = 1_000 if options.quick else options.samples
     prompts = spec_bench(options.model, max_prompt_tokens=80)[: len(CASES)]
     each = samples // len(CASES)
 

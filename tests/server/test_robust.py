@@ -80,12 +80,21 @@ def test_aborted_requests_leave_the_others_alone(plain_server, sssd_server, prom
         thread.join()
     assert got == expected
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        loads = requests.get(sssd_server.base_url + "/get_load", timeout=30).json()
-        if sum(load["num_reqs"] for load in loads) == 0:
-            return
+    while running_requests(sssd_server) > 0 and time.monotonic() < deadline:
         time.sleep(0.5)
-    pytest.fail(f"aborted requests still run: {loads}")
+    assert running_requests(sssd_server) == 0, "aborted requests still run"
+
+
+def running_requests(server: Server) -> float:
+    """SGLang's own gauge."""
+    metrics = requests.get(server.base_url + "/metrics", timeout=30).text
+    values = [
+        float(line.rsplit(" ", 1)[1])
+        for line in metrics.splitlines()
+        if line.startswith("sglang:num_running_reqs{")
+    ]
+    assert values, "the gauge sglang:num_running_reqs is gone"
+    return sum(values)
 
 
 @pytest.fixture(scope="module")
