@@ -25,7 +25,7 @@ from scripts.prompts import Prompt, spec_bench, tokenizer
 from scripts.server import Server
 from sglang_ext.models.store import default_cache_dir
 
-WARM_TOKENS = 110_000
+WARM_TOKENS = 102_000
 QUICK_WARM_TOKENS = 8_000
 DRAFT_TOKENS = 16
 # The first prompts may be measured; what is learned beforehand comes from the rest.

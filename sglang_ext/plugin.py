@@ -10,6 +10,11 @@ logger = logging.getLogger(__name__)
 ALGORITHM = "SSSD"
 # Root included; on a CPU, past this the forward pass costs more than it can gain.
 DEFAULT_DRAFT_TOKENS = 16
+MAX_DRAFT_TOKENS = 64
+# As SGLang's NGRAM: what a verify step of that many trees still pays for.
+MAX_RUNNING_REQUESTS = 48
+# CUDA backends that take a tree mask as it is; the first is ours.
+TREE_BACKENDS = ("flashinfer", "triton")
 
 
 def register() -> None:
@@ -69,7 +74,7 @@ def _resolve_server_args(server_args: Any) -> None:
     Raises:
         ValueError: a flag that it cannot work with.
     """
-    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+    from sglang.srt.arg_groups.overrides import resolving_view
 
     Options.from_env()  # a wrong value ends the start here, with one clear line
     cfg = resolving_view(server_args)
@@ -77,25 +82,30 @@ def _resolve_server_args(server_args: Any) -> None:
         raise ValueError(f"{ALGORITHM} runs on cuda and cpu, not on --device {cfg.device}")
     if cfg.pp_size > 1:
         raise ValueError(f"{ALGORITHM} does not support pipeline parallelism (--pp-size 1)")
-    if cfg.enable_dp_attention:
+    if cfg.attn_dp_size > 1:
         raise ValueError(f"{ALGORITHM} does not support --enable-dp-attention")
-    width = cfg.speculative_num_draft_tokens
-    if width is not None and not 2 <= width <= 64:
+    width = cfg.speculative_num_draft_tokens or DEFAULT_DRAFT_TOKENS
+    if not 2 <= width <= MAX_DRAFT_TOKENS:
         raise ValueError(
-            f"--speculative-num-draft-tokens {width}: expected 2 to 64 (the root included)"
+            f"--speculative-num-draft-tokens {width}: expected 2 to {MAX_DRAFT_TOKENS} "
+            "(the root included)"
         )
-    resolved: dict[str, Any] = {
-        "speculative_num_draft_tokens": width or DEFAULT_DRAFT_TOKENS,
-        "speculative_num_steps": 1,
-        "speculative_eagle_topk": 1,
-        "enable_mixed_chunk": False,
-    }
-    if cfg.device == "cpu":
-        resolved["disable_overlap_schedule"] = True
+    # SGLang hands plugins a stand-in of its arguments that records what is assigned.
+    server_args.speculative_num_draft_tokens = width
+    # With topk 1, attention backends take the nodes for a chain and leave the mask out.
+    server_args.speculative_eagle_topk = 2
+    server_args.speculative_num_steps = width // 2
+    server_args.enable_mixed_chunk = False
     if cfg.max_running_requests is None:
-        resolved["max_running_requests"] = 48
-    for name, value in resolved.items():
-        declare_resolution(server_args, "sglang_ext", **{name: value})
+        server_args.max_running_requests = MAX_RUNNING_REQUESTS
+    if cfg.device == "cpu":
+        server_args.disable_overlap_schedule = True
+    elif cfg.attention_backend not in TREE_BACKENDS:
+        server_args.attention_backend = TREE_BACKENDS[0]
+        logger.warning(
+            "%s verifies trees with --attention-backend %s, not %s",
+            ALGORITHM, TREE_BACKENDS[0], cfg.attention_backend,
+        )  # fmt: skip
 
 
 def _check_request_options() -> None:
