@@ -61,7 +61,7 @@ class Contender:
 def main() -> int:
     args = parser(__doc__)
     args.add_argument(
-        "--prompts", type=int, default=39, help=f"prompts measured, up to {MOST_MEASURED} [39]"
+        "--prompts", type=int, default=26, help=f"prompts measured, up to {MOST_MEASURED} [26]"
     )
     args.add_argument("--tokens", type=int, default=128, help="most tokens per answer [128]")
     args.add_argument("--warm-tokens", type=int, default=WARM_TOKENS, help="[%(default)s]")

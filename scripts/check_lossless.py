@@ -23,13 +23,17 @@ from scripts.server import Server
 
 BATCH_SIZES = (1, 8)
 # Two servers: one verifies every draft, good or bad; one chooses its budget as users' do.
-# budget -> label -> custom_params; "warm" comes after the answers have joined the datastore.
-MODES: dict[str, dict[str, dict[str, Any]]] = {
-    "auto": {"cold, auto": {"ingest": False}, "fill": {}, "warm, auto": {}},
+# budget -> label -> (custom_params, batch sizes); "fill" lets the answers join the datastore.
+MODES: dict[str, dict[str, tuple[dict[str, Any], Sequence[int]]]] = {
+    "auto": {
+        "cold": ({"ingest": False}, BATCH_SIZES),
+        "fill": ({}, BATCH_SIZES[-1:]),
+        "warm": ({}, BATCH_SIZES),
+    },
     "fixed": {
-        "cold": {"drafter": "sssd", "ingest": False},
-        "random": {"drafter": "random"},
-        "truth": {"drafter": "oracle"},
+        "random": ({"drafter": "random"}, BATCH_SIZES),
+        "truth": ({"drafter": "oracle"}, BATCH_SIZES),
+        "all, cold": ({"drafter": "sssd", "ingest": False}, BATCH_SIZES[-1:]),
     },
 }
 
@@ -40,7 +44,7 @@ def main() -> int:
     args.add_argument("--tokens", type=int, default=64, help="tokens per answer [64]")
     options = args.parse_args()
     count = 10 if options.quick else options.prompts
-    longest = 120 if options.quick else 300
+    longest = 120 if options.quick else 200
     prompts = spec_bench(options.model, max_prompt_tokens=longest)[:count]
     ids = [prompt.input_ids for prompt in prompts]
     run = {"max_new_tokens": options.tokens, "ignore_eos": True}
@@ -70,8 +74,8 @@ def main() -> int:
         )  # fmt: skip
         for budget, modes in MODES.items():
             url = started[budget].wait().base_url
-            for mode, params in modes.items():
-                for batch in BATCH_SIZES:
+            for mode, (params, batches) in modes.items():
+                for batch in batches:
                     answers[mode, batch] = generate_all(
                         url, ids, in_flight=batch, params=params, label=f"{mode} {batch}", **run
                     )

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import requests
 
@@ -36,12 +37,14 @@ What to try next
 class Row:
     """One server's answers to all prompts."""
 
-    def __init__(self, name: str, url: str, prompts: Sequence[Prompt]):
+    def __init__(
+        self, name: str, url: str, prompts: Sequence[Prompt], params: dict[str, Any] | None = None
+    ):
         self.name = name
         answers = []
         for i, prompt in enumerate(prompts):
             progress(f"{name}: prompt {i + 1} of {len(prompts)}")
-            answers.append(stream(url, prompt.input_ids, max_new_tokens=TOKENS))
+            answers.append(stream(url, prompt.input_ids, params=params, max_new_tokens=TOKENS))
         progress("")
         self.outputs = [answer.token_ids for answer in answers]
         tokens = sum(len(ids) - 1 for ids in self.outputs)
@@ -52,7 +55,7 @@ class Row:
         """A line of the table, against `base`."""
         same = sum(a == b for a, b in zip(self.outputs, base.outputs, strict=True))
         print(
-            f"  {self.name:34} {self.speed:>8.1f} {self.speed / base.speed:>7.2f} "
+            f"  {self.name:36} {self.speed:>8.1f} {self.speed / base.speed:>7.2f} "
             f"{self.accept_length:>14.2f}   {same}/{len(base.outputs)}",
             flush=True,
         )
@@ -68,17 +71,19 @@ def main() -> int:
         Server(MODEL, name="plain") as plain,
         Server(MODEL, ["--speculative-algorithm", "SSSD"], name="sssd") as sssd,
     ):
-        print(f"  {'server':34} {'tokens/s':>8} {'ratio':>7} {'accept length':>14}   same tokens")
+        print(f"  {'server':36} {'tokens/s':>8} {'ratio':>7} {'accept length':>14}   same tokens")
         base = Row("SGLang", plain.base_url, asked)
         base.print(base)
-        rows = [Row("SSSD, cold (empty datastore)", sssd.base_url, asked)]
+        # Not ingested, so that the next row has only other questions' answers to draw on.
+        rows = [Row("SSSD, cold (empty datastore)", sssd.base_url, asked, {"ingest": False})]
         rows[0].print(base)
         generate_all(
             sssd.base_url, [p.input_ids for p in others], in_flight=8, max_new_tokens=TOKENS,
             label="  serving other questions",
         )  # fmt: skip
-        rows.append(Row("SSSD, warm (has served for a while)", sssd.base_url, asked))
-        rows[-1].print(base)
+        for name in ("SSSD, warm (served other questions)", "SSSD, the same questions again"):
+            rows.append(Row(name, sssd.base_url, asked))
+            rows[-1].print(base)
     step(f"\nstarting Whisper ({WHISPER}) on the same SGLang")
     with Server(WHISPER, name="whisper") as whisper:
         print(f"  {AUDIO.name}: {transcribe(whisper.base_url, AUDIO)}")
