@@ -1,6 +1,6 @@
 """Greedy output with speculation against plain SGLang's, token id by token id.
 
-Plain SGLang answers every prompt twice at batch 1 and twice at batch 8. Then SSSD servers
+Plain SGLang answers every prompt at batch 1 and at batch 8, twice, by two servers. SSSD servers
 answer them cold (empty datastore), with random trees, with the truth as draft, and warm (a
 datastore that holds the answers). A prompt on which plain SGLang contradicts itself at that
 batch size is shown and not counted.
@@ -12,7 +12,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -49,46 +48,37 @@ def main() -> int:
     ids = [prompt.input_ids for prompt in prompts]
     run = {"max_new_tokens": options.tokens, "ignore_eos": True}
 
-    plain: dict[int, list[list[Completion]]] = {}
+    plain: dict[int, list[list[Completion]]] = {batch: [] for batch in BATCH_SIZES}
     answers: dict[tuple[str, int], list[Completion]] = {}
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
-        started = {
-            "plain": launch(servers, options.model, []),
-            "auto": launch(servers, options.model, ["--speculative-algorithm", "SSSD"]),
-        }
-        url = started["plain"].wait().base_url
-        for batch in BATCH_SIZES:
-            plain[batch] = [
-                generate_all(url, ids, in_flight=batch, label=f"plain {batch} #{i}", **run)
-                for i in (1, 2)
-            ]
-        started["plain"].stop()
+
+    def ask(server: Server, label: str, batch: int, params: dict[str, Any]) -> list[Completion]:
+        print(f"{label}, batch {batch}", flush=True)
+        return generate_all(
+            server.base_url, ids, in_flight=batch, params=params, label=label, **run
+        )
+
+    def ask_plain() -> None:
+        with Server(options.model, name="plain") as server:
+            for batch in BATCH_SIZES:
+                plain[batch].append(ask(server, "plain", batch, {}))
+
+    ask_plain()
+    with tempfile.TemporaryDirectory() as folder:
         oracle = write_oracle(Path(folder) / "truth.jsonl", prompts, plain[1][0])
-        started["fixed"] = launch(
-            servers,
-            options.model,
-            [
-                "--speculative-algorithm", "SSSD", "--drafters", "random,oracle",
-                "--oracle-file", str(oracle), "--budget", "fixed",
-            ],
-        )  # fmt: skip
+        flags = [
+            "--speculative-algorithm", "SSSD", "--drafters", "random,oracle",
+            "--oracle-file", str(oracle),
+        ]  # fmt: skip
+        # One server at a time: each takes 4 GB.
         for budget, modes in MODES.items():
-            url = started[budget].wait().base_url
-            for mode, (params, batches) in modes.items():
-                for batch in batches:
-                    answers[mode, batch] = generate_all(
-                        url, ids, in_flight=batch, params=params, label=f"{mode} {batch}", **run
-                    )
+            with Server(options.model, [*flags, "--budget", budget], name=budget) as server:
+                for mode, (params, batches) in modes.items():
+                    for batch in batches:
+                        answers[mode, batch] = ask(server, mode, batch, params)
+    ask_plain()
     figures = compare(prompts, plain, answers)
     report(figures, options.json)
     return int(figures["mismatches"] > 0)
-
-
-def launch(servers: ExitStack, model: str, flags: Sequence[str]) -> Server:
-    """Start a server that ends with the stack; the next one may start meanwhile."""
-    server = Server(model, flags).start()
-    servers.callback(server.stop)
-    return server
 
 
 def write_oracle(path: Path, prompts: Sequence[Prompt], answers: Sequence[Completion]) -> Path:

@@ -9,8 +9,8 @@ from scripts.prompts import Prompt, spec_bench
 from scripts.server import Server
 
 MODEL = "smollm2-135m-instruct"
-# Small enough that a long prompt's prefill is chunked.
-CHUNK = ["--chunked-prefill-size", "128"]
+# Small enough that a long prompt's prefill is chunked, and that four servers fit in memory.
+CHUNK = ["--chunked-prefill-size", "128", "--max-total-tokens", "8192"]
 
 
 @pytest.fixture(scope="session")
@@ -40,9 +40,9 @@ def smollm2_server(plain_server: Server) -> Server:
     return plain_server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def whisper_server() -> Iterator[Server]:
-    """Whisper base on plain SGLang."""
+    """Whisper base on plain SGLang; for one module only, each server takes 4 GB."""
     with Server("whisper-base", name="whisper") as server:
         yield server
 
