@@ -32,6 +32,7 @@ def register() -> None:
         cpu.register()
     _check_request_options()
     _open_corpus_endpoints()
+    _widen_request_rows()
 
 
 def _worker_class(server_args: Any) -> type:
@@ -149,3 +150,26 @@ class _AsNgram:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._spec, name)
+
+
+def _widen_request_rows() -> None:
+    """Give request rows room for the slots that a decode step reserves past the context's end.
+
+    SGLang 0.5.23 reserves twice the draft tokens (mem_cache/allocation_sizing.py) but widens the
+    rows by those tokens once: at the end of the context, slots would be written past the row.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def widened(original: Any) -> int:
+        from sglang.srt.mem_cache.allocation_sizing import (
+            get_alloc_page_size,
+            get_alloc_reserve_per_decode,
+        )
+
+        return max(original(), 4 + get_alloc_reserve_per_decode() + get_alloc_page_size())
+
+    HookRegistry.register(
+        "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+        widened,
+        HookType.AROUND,
+    )
