@@ -123,17 +123,13 @@ def exact_distribution(
 
 def next_tokens(url: str, input_ids: Sequence[int], case: dict[str, Any]) -> dict[int, float]:
     """The filtered, renormalised next-token distribution (layers/sampler.py of SGLang)."""
-    answer = post(
-        url, input_ids, temperature=0.0, max_new_tokens=1, logprobs=200,
-    )[0]  # fmt: skip
+    # Sampled without filters, SGLang reports logprobs at the temperature, over all tokens.
+    answer = post(url, input_ids, temperature=case["temperature"], max_new_tokens=1, logprobs=200)[
+        0
+    ]
     top = answer["meta_info"]["output_top_logprobs"][0]
-    logprobs = np.array([entry[0] for entry in top], dtype=np.float64)
+    probs = np.exp(np.array([entry[0] for entry in top], dtype=np.float64))
     tokens = [entry[1] for entry in top]
-    # What is below the first 200 keeps its mass in the softmax, at the last one's probability
-    # or less: with these filters it changes nothing that can be measured here.
-    scaled = logprobs / case["temperature"]
-    probs = np.exp(scaled - scaled.max())
-    probs /= probs.sum()
     before = np.cumsum(probs) - probs
     keep = np.arange(len(probs)) < case.get("top_k", len(probs))
     keep &= before <= case.get("top_p", 1.0)
