@@ -13,7 +13,8 @@ import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 
 from sglang_ext import __version__, models, options  # noqa: E402
-from sglang_ext.preflight import PreflightError, check_launch, flag_value, set_flag  # noqa: E402
+from sglang_ext.flags import flag_value, set_flag  # noqa: E402
+from sglang_ext.preflight import PreflightError, check_launch  # noqa: E402
 
 USAGE_ERROR = 2
 

@@ -6,7 +6,8 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_ext.drafters import NO_DRAFTER, available
+from sglang_ext.drafters import find
+from sglang_ext.flags import flag_value
 from sglang_ext.options import Options
 from sglang_ext.plugin import ALGORITHM
 
@@ -22,18 +23,15 @@ def check_launch(argv: Sequence[str], options: Options) -> None:
     """Check the port, the drafters and the datastore.
 
     Raises:
-        PreflightError: one of them cannot be used.
+        PreflightError, DrafterError: one of them cannot be used.
     """
     host = flag_value(argv, "--host") or DEFAULT_HOST
     port_text = flag_value(argv, "--port") or str(DEFAULT_PORT)
     if not port_text.isdigit() or not 1 <= int(port_text) <= 65535:
         raise PreflightError(f"--port {port_text}: expected a whole number from 1 to 65535")
     check_port(host, int(port_text))
-    installed = available()
     for name in options.loaded_drafters():
-        if name not in installed:
-            names = ", ".join([*installed, NO_DRAFTER])
-            raise PreflightError(f"unknown drafter {name!r}; installed: {names}")
+        find(name)
     if options.datastore:
         _check_datastore(argv, options.datastore)
     if (flag_value(argv, "--speculative-algorithm") or "").upper() == ALGORITHM:
@@ -75,32 +73,3 @@ def _check_datastore(argv: Sequence[str], path: str) -> None:
         Datastore.load(path, tokenizer_fingerprint=fingerprint(tokenizer)).close()
     except DatastoreError as error:
         raise PreflightError(f"--datastore: {error}") from None
-
-
-def flag_value(argv: Sequence[str], *names: str) -> str | None:
-    """The value of the last of `--name value` or `--name=value` in argv; None: not given."""
-    found = None
-    for i, arg in enumerate(argv):
-        name, equals, value = arg.partition("=")
-        if name in names:
-            if equals:
-                found = value
-            elif i + 1 < len(argv):
-                found = argv[i + 1]
-    return found
-
-
-def set_flag(argv: Sequence[str], value: str, *names: str) -> list[str]:
-    """argv with the value of every flag of these names replaced."""
-    changed, replace_next = [], False
-    for arg in argv:
-        name, equals, _ = arg.partition("=")
-        if replace_next:
-            changed.append(value)
-            replace_next = False
-        elif name in names and equals:
-            changed.append(f"{name}={value}")
-        else:
-            changed.append(arg)
-            replace_next = name in names
-    return changed

@@ -8,6 +8,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from sglang_ext.cpu.install import wants_cpu_engine
+from sglang_ext.flags import flag_value
 
 # The KV pool may take this part of the free memory, and never more tokens than this: long contexts
 # are slow on a CPU well before that, and what is not used still counts against other programs.
@@ -27,7 +28,7 @@ def default_cpu_args(argv: Sequence[str]) -> list[str]:
     Args:
         argv: SGLang's arguments, without the program's name.
     """
-    if not wants_cpu_engine() or _value(argv, "--device") not in (None, "cpu"):
+    if not wants_cpu_engine() or flag_value(argv, "--device") not in (None, "cpu"):
         return []
     defaults: dict[str, str | None] = {
         # Without it SGLang looks for an accelerator and stops where there is none.
@@ -44,7 +45,7 @@ def default_cpu_args(argv: Sequence[str]) -> list[str]:
         # SGLang otherwise turns what memory is left into KV cache, all of it.
         "--max-total-tokens": str(kv_tokens(argv)),
     }
-    if _value(argv, "--dtype") in (None, "auto", "float", "float32"):
+    if flag_value(argv, "--dtype") in (None, "auto", "float", "float32"):
         # The backend that knows draft trees; it works in float32 only.
         defaults["--attention-backend"] = "tree_cpu"
     else:
@@ -73,7 +74,7 @@ def kv_tokens(argv: Sequence[str]) -> int:
 
 def _model_config(argv: Sequence[str]) -> dict[str, Any]:
     """The model's config.json; empty where there is none yet, or none that can be read."""
-    model = next((m for flag in _MODEL_FLAGS if (m := _value(argv, flag)) is not None), None)
+    model = flag_value(argv, *_MODEL_FLAGS)
     config = Path(model or "") / "config.json"
     if model is None or not config.is_file():
         return {}
@@ -103,14 +104,3 @@ def kv_bytes_per_token(config: dict[str, Any]) -> int:
 
 def _has(argv: Sequence[str], flag: str) -> bool:
     return any(argument == flag or argument.startswith(flag + "=") for argument in argv)
-
-
-def _value(argv: Sequence[str], flag: str) -> str | None:
-    """The value of `--flag value` or `--flag=value`; the last one given, as argparse takes it."""
-    value = None
-    for i, argument in enumerate(argv):
-        if argument == flag and i + 1 < len(argv):
-            value = argv[i + 1]
-        elif argument.startswith(flag + "="):
-            value = argument.removeprefix(flag + "=")
-    return value

@@ -8,7 +8,7 @@ whole one).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, runtime_checkable
 
 from sglang_ext.options import Options
@@ -83,9 +83,17 @@ class DrafterError(ValueError):
     """A drafter's name or its answer is not usable; the message says why."""
 
 
-def available() -> list[str]:
-    """The names of the installed drafters, sorted."""
-    return sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
+def find(name: str) -> EntryPoint:
+    """The entry point of the drafter installed as `name`.
+
+    Raises:
+        DrafterError: there is none.
+    """
+    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in points:
+        names = ", ".join([*sorted(points), NO_DRAFTER])
+        raise DrafterError(f"unknown drafter {name!r}; installed: {names}")
+    return points[name]
 
 
 def load(name: str, context: DrafterContext) -> Drafter:
@@ -94,12 +102,8 @@ def load(name: str, context: DrafterContext) -> Drafter:
     Raises:
         DrafterError: no such entry point, or it does not load.
     """
-    points = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
-    if not points:
-        raise DrafterError(f"unknown drafter {name!r}; installed: {', '.join(available())}")
+    point = find(name)
     try:
-        return points[0].load()(context)
+        return point.load()(context)
     except ImportError as error:
-        raise DrafterError(
-            f"drafter {name!r} ({points[0].value}) does not load: {error}"
-        ) from error
+        raise DrafterError(f"drafter {name!r} ({point.value}) does not load: {error}") from error

@@ -151,6 +151,18 @@ def test_corpora_over_http(sssd_server, prompts):
     assert answer(sssd_server, prompts[0])["output_ids"]
 
 
+def refused(server: Server) -> str:
+    """What a server printed that must end by itself, with the exit code of a usage error."""
+    server.start()
+    deadline = time.monotonic() + 120
+    while server.exit_code() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    code, log = server.exit_code(), server.log_tail(200)
+    server.stop()
+    assert code == 2, log
+    return log
+
+
 @pytest.mark.parametrize(
     ("model", "flags", "message"),
     [
@@ -164,25 +176,13 @@ def test_corpora_over_http(sssd_server, prompts):
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line(model, flags, message):
-    server = Server(model, flags, name="wrong").start()
-    deadline = time.monotonic() + 120
-    while server.exit_code() is None and time.monotonic() < deadline:
-        time.sleep(0.2)
-    code, log = server.exit_code(), server.log_tail(200)
-    server.stop()
-    assert code == 2, log
+    log = refused(Server(model, flags, name="wrong"))
     errors = [line for line in log.splitlines() if "error:" in line]
     assert len(errors) == 1 and message in errors[0], log
     assert "Traceback" not in log
 
 
 def test_a_port_in_use_is_one_clear_line(plain_server):
-    server = Server(MODEL, name="second", port=plain_server.port).start()
-    deadline = time.monotonic() + 120
-    while server.exit_code() is None and time.monotonic() < deadline:
-        time.sleep(0.2)
-    code, log = server.exit_code(), server.log_tail(200)
-    server.stop()
-    assert code == 2, log
+    log = refused(Server(MODEL, name="second", port=plain_server.port))
     assert f"port {plain_server.port} on 127.0.0.1 is in use" in log
     assert requests.get(plain_server.base_url + "/health", timeout=30).ok

@@ -4,8 +4,9 @@ import argparse
 
 import pytest
 
+from sglang_ext.flags import flag_value, set_flag
 from sglang_ext.options import OptionError, Options, add_flags, export_flags
-from sglang_ext.preflight import PreflightError, check_port, flag_value, set_flag
+from sglang_ext.preflight import PreflightError, check_port
 from sglang_ext.requests import RequestOptionError, RequestOptions
 
 
