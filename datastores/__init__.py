@@ -4,19 +4,28 @@ Compiled functions are kept in numba's cache, which notices a change of the file
 is in but not of those it calls into: after editing one, delete __pycache__/*.nb?.
 """
 
+from .builder import CorpusBuilder
 from .config import DatastoreError, RetrievalConfig
-from .datastore import Datastore, DatastoreInfo
+from .datastore import DEFAULT_NAMESPACE, Datastore, DatastoreInfo
 from .input_trie import InputTrie
+from .maintenance import check_folder, merge_folders, verify_folder
 from .retrieval import Draft, retrieve
+from .segment import Snapshot
 from .warmup import warm_up
 
 __all__ = [
+    "DEFAULT_NAMESPACE",
+    "CorpusBuilder",
     "Datastore",
     "DatastoreError",
     "DatastoreInfo",
     "Draft",
     "InputTrie",
     "RetrievalConfig",
+    "Snapshot",
+    "check_folder",
+    "merge_folders",
     "retrieve",
+    "verify_folder",
     "warm_up",
 ]

@@ -1,51 +1,77 @@
-"""The datastore: finished outputs and named corpora, searchable while it grows."""
+"""The datastore: served outputs by namespace and shared corpora, searchable while it grows."""
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
 
 import numpy as np
 
 from .config import DatastoreError
+from .container import Container, write_container
+from .durable import DurableCollection, DurableOptions
+from .folder import Folder
 from .input_trie import as_token_ids
-from .live import LiveCollection
-from .segment import Segment, Snapshot, build_segments, split_document
-from .storage import StoredDatastore, read_datastore, write_datastore
+from .live import MAX_SEGMENT_TOKENS, SEGMENTS_PER_COLLECTION
+from .manifest import FileEntry
+from .memory import MemoryCollection
+from .segment import Document, Segment, Snapshot, build_segments, document_digest
 
 MAX_VOCAB_SIZE = 1 << 30
+MAX_NAME_BYTES = 512
+DEFAULT_NAMESPACE = "default"
+MEMORY_TOKENS = 1 << 23
+DISK_TOKENS = SEGMENTS_PER_COLLECTION * MAX_SEGMENT_TOKENS
 
 TokenIds = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True)
 class DatastoreInfo:
-    """State of a datastore at one moment. All counts exclude what is still queued."""
+    """State of a datastore at one moment. Tokens and documents exclude what is still queued."""
 
+    path: str | None
+    """The folder; None: in memory only."""
     vocab_size: int
     tokenizer_fingerprint: str
+    max_tokens: int
+    """Most tokens of served outputs; the oldest sub-index is dropped beyond."""
     num_tokens: int
     num_documents: int
-    segment_tokens: tuple[int, ...]
+    sub_indices: int
     corpora: dict[str, int]
+    """Tokens by shared corpus."""
+    namespaces: dict[str, int]
+    """Tokens of served outputs by namespace."""
+    building: tuple[str, ...]
+    """Corpora that a builder has not finished; they are not served."""
     nbytes: int
+    """Bytes of all that is searchable, mapped files included."""
     bytes_per_token: float
+    disk_bytes: int
     queued_documents: int
     queued_tokens: int
+    """On their way to be searchable."""
+    unfolded_tokens: int
+    """In logs, not in sub-index files yet."""
+    ingest_lag: float
+    """Seconds since the oldest queued document came."""
     dropped_documents: int
-    """Documents refused because the queue was full."""
+    """Not taken in, because there was no room or the disk failed."""
     evicted_tokens: int
-    """Tokens dropped, oldest first, to stay within max_tokens."""
+    """Dropped, oldest first, to stay within max_tokens."""
+    problems: tuple[str, ...]
+    """Sub-index files that are left out, and why."""
 
 
 class Datastore:
     """Documents of token ids whose parts can be found by what precedes them. Thread-safe.
 
-    What add() brings goes to the live collection: a background thread sorts small batches and
-    merges them into larger sub-indices, and drops the oldest sub-index when max_tokens is
-    exceeded. Named corpora are built at once by the caller's thread and stay until removed.
-    Searches read an unchanging snapshot; they wait for nobody.
+    A search reads the shared corpora and the served outputs of one namespace, in a snapshot that
+    never changes; it waits for nobody. What add() brings is searchable within a fraction of a
+    second. With a folder (open()), it is in a log before add() returns, and in sub-index files
+    later, written by a background process.
     """
 
     def __init__(
@@ -53,58 +79,116 @@ class Datastore:
         vocab_size: int,
         *,
         tokenizer_fingerprint: str = "",
-        max_tokens: int = 1 << 28,
-        max_corpus_tokens: int = 1 << 28,
+        max_tokens: int = MEMORY_TOKENS,
+        max_corpus_tokens: int = DISK_TOKENS,
         live_buffer_tokens: int = 1 << 20,
         live_interval: float = 0.05,
+        folder: Folder | None = None,
+        fold_tokens: int = 1 << 20,
+        fold_interval: float = 300.0,
     ) -> None:
-        """
+        """A datastore in memory; open() gives one in a folder.
+
         vocab_size: ids are 0..vocab_size - 1. tokenizer_fingerprint: any text that identifies the
-        tokenizer; a saved datastore is refused under another one. max_tokens: most tokens of the
-        live collection (6 bytes each with a vocabulary up to 65,535, else 8); max_corpus_tokens:
-        of all named corpora. live_buffer_tokens: most tokens that wait to be sorted; a document
-        that finds the buffer full is dropped and counted. live_interval: seconds for which new
-        documents are gathered before they are sorted together.
+        tokenizer. max_tokens: most tokens of served outputs, max_corpus_tokens: of all corpora
+        (about 6.2 bytes each with a vocabulary up to 65,535, else 8.2). live_buffer_tokens: most
+        tokens that wait to be sorted; a document that finds the buffer full is dropped and
+        counted. live_interval: seconds for which new documents are gathered before they are
+        sorted together. folder, fold_tokens, fold_interval: see open().
         """
         self.vocab_size = _whole("vocab_size", vocab_size, 1, MAX_VOCAB_SIZE)
         self.tokenizer_fingerprint = str(tokenizer_fingerprint)
         self.max_tokens = _whole("max_tokens", max_tokens, 1, 1 << 40)
         self.max_corpus_tokens = _whole("max_corpus_tokens", max_corpus_tokens, 1, 1 << 40)
-        self.live_buffer_tokens = _whole("live_buffer_tokens", live_buffer_tokens, 1, 1 << 30)
-        if not 0 <= live_interval <= 3600:
-            raise DatastoreError(
-                f"live_interval must be between 0 and 3600 seconds, got {live_interval!r}"
-            )
-        self.live_interval = float(live_interval)
-        self._live = LiveCollection(
-            self.vocab_size,
-            self.max_tokens,
-            self.live_buffer_tokens,
-            self.live_interval,
-            self._refresh,
-        )
+        buffer_tokens = _whole("live_buffer_tokens", live_buffer_tokens, 1, 1 << 30)
+        interval = _seconds("live_interval", live_interval)
+        fold_tokens = _whole("fold_tokens", fold_tokens, 1, 1 << 30)
+        self._folder = folder
+        self._lock = threading.Lock()  # for _corpora, _dropped
+        self._dropped = 0
+        self._snapshots: dict[str, Snapshot] = {}
         self._corpora: dict[str, tuple[Segment, ...]] = {}
-        self._lock = threading.Lock()  # for _corpora and _snapshot; held for moments only
-        self._snapshot = Snapshot((), self.vocab_size)
+        self._live: MemoryCollection | DurableCollection
+        if folder is None:
+            self._live = MemoryCollection(
+                vocab_size, max_tokens, buffer_tokens, interval, self._refresh
+            )
+        else:
+            options = DurableOptions(
+                max_tokens, buffer_tokens, interval, fold_tokens,
+                _seconds("fold_interval", fold_interval),
+            )  # fmt: skip
+            self._live = DurableCollection(folder, options, self._refresh)
+            folder.on_change = self._refresh
+        self._refresh()
 
     @classmethod
-    def build(cls, documents: Iterable[TokenIds], vocab_size: int, **options: Any) -> "Datastore":
-        """A datastore whose live collection holds the documents; options as in __init__."""
-        store = cls(vocab_size, **options)
-        pieces = store._pieces(documents)
-        store._live.append(build_segments(pieces, vocab_size, store._live.segment_tokens))
-        return store
+    def open(
+        cls,
+        path: str | PathLike[str],
+        *,
+        vocab_size: int | None = None,
+        tokenizer_fingerprint: str | None = None,
+        create: bool = True,
+        read_only: bool = False,
+        max_tokens: int = DISK_TOKENS,
+        max_corpus_tokens: int = DISK_TOKENS,
+        live_buffer_tokens: int = 1 << 20,
+        live_interval: float = 0.05,
+        fold_tokens: int = 1 << 20,
+        fold_interval: float = 300.0,
+    ) -> "Datastore":
+        """Opens the datastore in a folder, or creates it (create; vocab_size must be given).
 
-    # -- live ingest -----------------------------------------------------------------------
+        Everything in it is checked. Sub-indices that are damaged are left out and named in
+        info().problems. read_only: beside a process that writes to it; shows what is there now.
+        fold_tokens, fold_interval (seconds): a log of so many tokens, or so old, becomes a
+        sub-index. Other options as in __init__.
 
-    def add(self, tokens: TokenIds) -> None:
-        """Queues one document, a finished output; it becomes searchable in the background.
+        Raises DatastoreError: it is missing, in use by another process, its manifest is damaged,
+        or it was built for another vocabulary size or tokenizer than those given.
+        """
+        folder = Folder(
+            os.fspath(path),
+            vocab_size=vocab_size,
+            tokenizer_fingerprint=tokenizer_fingerprint,
+            create=create,
+            read_only=read_only,
+        )
+        try:
+            return cls(
+                folder.manifest.vocab_size,
+                tokenizer_fingerprint=folder.manifest.tokenizer_fingerprint,
+                max_tokens=max_tokens,
+                max_corpus_tokens=max_corpus_tokens,
+                live_buffer_tokens=live_buffer_tokens,
+                live_interval=live_interval,
+                folder=folder,
+                fold_tokens=fold_tokens,
+                fold_interval=fold_interval,
+            )
+        except BaseException:
+            folder.close()
+            raise
 
-        Returns at once. Dropped (and counted in info()) if the queue is full.
+    # -- served outputs --------------------------------------------------------------------
+
+    def add(self, tokens: TokenIds, namespace: str = DEFAULT_NAMESPACE, name: str = "") -> bool:
+        """Takes in one document, a finished output, for searches of its namespace only.
+
+        name: under which delete_document() finds it, a request's id. Returns at once: True when
+        it is in the log (with a folder) and on its way to be searchable; False if it is dropped,
+        because there is no room or the disk failed.
         """
         document = self._checked(tokens).copy()
-        if document.size:
-            self._live.add(document)
+        if not document.size:
+            return True
+        check_name("namespace", namespace)
+        taken = self._live.add(namespace, document, document_digest(name))
+        if not taken:
+            with self._lock:
+                self._dropped += 1
+        return taken
 
     def flush(self, timeout: float | None = None) -> None:
         """Waits until all that was added before is searchable.
@@ -113,9 +197,36 @@ class Datastore:
         """
         self._live.flush(timeout)
 
+    def fold(self, timeout: float | None = None) -> None:
+        """Waits until all that was added before is in sub-index files, and these are merged.
+
+        Raises TimeoutError after `timeout` seconds.
+        """
+        self._live.fold(timeout)
+
+    def delete_namespace(self, namespace: str) -> int:
+        """Removes a namespace's documents from memory and disk; returns how many tokens.
+
+        Raises DatastoreError if a file cannot be rewritten; searches find nothing all the same,
+        and it is tried again until it can, also after a restart.
+        """
+        check_name("namespace", namespace)
+        return self._live.delete(namespace, None)
+
+    def delete_document(self, name: str, namespace: str | None = None) -> int:
+        """Removes what was added under a name, in one namespace or all; as delete_namespace()."""
+        check_name("name", name)
+        return self._live.delete(namespace, document_digest(name))
+
+    def namespaces(self) -> dict[str, int]:
+        """Tokens of served outputs by namespace."""
+        return self._live.namespaces()
+
     def close(self) -> None:
-        """Makes what was added searchable and stops the background thread; searches still work."""
+        """Ends the background work and gives the folder back; searches still work."""
         self._live.close()
+        if self._folder is not None:
+            self._folder.close()
 
     def __enter__(self) -> "Datastore":
         return self
@@ -123,23 +234,22 @@ class Datastore:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # -- named corpora ---------------------------------------------------------------------
+    # -- shared corpora --------------------------------------------------------------------
 
     def add_corpus(self, name: str, documents: Iterable[TokenIds]) -> int:
-        """Builds a corpus in the calling thread; searchable as a whole on return.
+        """Builds a corpus in the calling thread; searchable as a whole, and kept, on return.
 
-        Returns its number of tokens. Raises DatastoreError if the name is taken, a document is
-        invalid, there is no text, or all corpora would exceed max_corpus_tokens.
+        For all namespaces. Returns its number of tokens. Raises DatastoreError if the name is
+        taken, a document is invalid, there is no text, all corpora would exceed
+        max_corpus_tokens, or the file cannot be written. For large ones see CorpusBuilder.
         """
-        if not isinstance(name, str) or not name:
-            raise DatastoreError(f"a corpus needs a name, got {name!r}")
-        self._live.check_usable()
+        check_name("corpus", name)
+        self._check_writable()
         self._check_new_corpus(name, 0)
         segments: list[Segment] = []
         total = 0
-        for segment in build_segments(
-            self._pieces(documents), self.vocab_size, self._live.segment_tokens
-        ):
+        checked = (Document(tokens) for tokens in self._checked_each(documents))
+        for segment in build_segments(checked, self.vocab_size, MAX_SEGMENT_TOKENS):
             segments.append(segment)
             total += segment.num_tokens
             self._check_new_corpus(name, total)
@@ -147,30 +257,51 @@ class Datastore:
             raise DatastoreError(f"corpus {name!r} holds no tokens")
         with self._lock:
             self._check_new_corpus(name, total)  # others may have come meanwhile
-            self._corpora = {**self._corpora, name: tuple(segments)}
+            if self._folder is None:
+                self._corpora = {**self._corpora, name: tuple(segments)}
+            else:
+                self._write_corpus(self._folder, name, segments)
         self._refresh()
         return total
 
+    def _write_corpus(self, folder: Folder, name: str, segments: list[Segment]) -> None:
+        entries = []
+        for segment in segments:
+            file = folder.new_file_name()
+            content = Container(self.vocab_size, self.tokenizer_fingerprint, ((name, segment),))
+            write_container(folder.file_path(file), content)
+            entries.append(FileEntry(file, segment.num_tokens, name))
+        folder.publish(add=entries)
+
     def remove_corpus(self, name: str) -> None:
-        """Removes a corpus from all later searches; DatastoreError if there is none of the name."""
+        """Removes a corpus from memory and disk; DatastoreError if there is none of the name."""
+        self._check_writable()
         with self._lock:
-            if name not in self._corpora:
-                known = ", ".join(map(repr, self._corpora)) or "none"
+            if name not in self.list_corpora():
+                known = ", ".join(map(repr, self.list_corpora())) or "none"
                 raise DatastoreError(f"there is no corpus {name!r}; there are: {known}")
-            self._corpora = {k: v for k, v in self._corpora.items() if k != name}
+            if self._folder is None:
+                self._corpora = {k: v for k, v in self._corpora.items() if k != name}
+            else:
+                gone = [file for file in self._folder.files if file.entry.corpus == name]
+                building = {**self._folder.manifest.building}
+                building.pop(name, None)
+                self._folder.publish(remove=gone, building=building)
         self._refresh()
 
     def list_corpora(self) -> dict[str, int]:
-        """Tokens of each named corpus."""
-        corpora = self._corpora
+        """Tokens of each shared corpus."""
+        corpora = self._all_corpora()
         return {name: sum(s.num_tokens for s in segments) for name, segments in corpora.items()}
 
-    def clear(self) -> None:
-        """Empties the live collection, what is queued included; named corpora stay."""
-        self._live.clear()
+    def _all_corpora(self) -> dict[str, tuple[Segment, ...]]:
+        return self._corpora if self._folder is None else self._folder.corpora()
 
     def _check_new_corpus(self, name: str, tokens: int) -> None:
-        if name in self._corpora:
+        taken = name in self._all_corpora()
+        if self._folder is not None:
+            taken |= any(file.entry.corpus == name for file in self._folder.files)
+        if taken:
             raise DatastoreError(f"corpus {name!r} exists already; remove it first")
         total = tokens + sum(self.list_corpora().values())
         if total > self.max_corpus_tokens:
@@ -181,88 +312,81 @@ class Datastore:
 
     # -- reading ---------------------------------------------------------------------------
 
-    def snapshot(self) -> Snapshot:
-        """What is searchable now; never changes afterwards."""
-        return self._snapshot
-
-    def __len__(self) -> int:
-        """Searchable documents, live and in corpora."""
-        return sum(s.documents for s in self._snapshot.segments)
-
-    @property
-    def num_tokens(self) -> int:
-        """Searchable tokens, live and in corpora."""
-        return sum(s.num_tokens for s in self._snapshot.segments)
+    def snapshot(self, namespace: str = DEFAULT_NAMESPACE) -> Snapshot:
+        """What a request of a namespace may read now; never changes afterwards."""
+        known = self._snapshots  # replaced whenever anything changes
+        found = known.get(namespace)
+        if found is None:
+            static = tuple(s for segments in self._all_corpora().values() for s in segments)
+            found = Snapshot(self._live.segments_of(namespace), static, self.vocab_size)
+            known[namespace] = found
+        return found
 
     def info(self) -> DatastoreInfo:
         """Sizes and counters."""
-        with self._lock:
-            segments, corpora = self._snapshot.segments, self.list_corpora()
+        namespaces, corpora = self.namespaces(), self._all_corpora()
+        live = [s for name in namespaces for s in self._live.segments_of(name)]
+        segments = [*live, *(s for group in corpora.values() for s in group)]
         tokens = sum(s.num_tokens for s in segments)
         nbytes = sum(s.nbytes for s in segments)
+        folder, counters = self._folder, self._live.counters()
         return DatastoreInfo(
+            path=None if folder is None else folder.path,
             vocab_size=self.vocab_size,
             tokenizer_fingerprint=self.tokenizer_fingerprint,
+            max_tokens=self.max_tokens,
             num_tokens=tokens,
-            num_documents=sum(s.documents for s in segments),
-            segment_tokens=tuple(s.num_tokens for s in segments),
-            corpora=corpora,
+            num_documents=sum(len(s.documents) for s in segments),
+            sub_indices=len(segments),
+            corpora=self.list_corpora(),
+            namespaces=namespaces,
+            building=() if folder is None else tuple(folder.manifest.building),
             nbytes=nbytes,
             bytes_per_token=nbytes / tokens if tokens else 0.0,
-            **self._live.counters(),
+            disk_bytes=0 if folder is None else folder.disk_bytes(),
+            queued_documents=int(counters["queued_documents"]),
+            queued_tokens=int(counters["queued_tokens"]),
+            unfolded_tokens=int(counters["unfolded_tokens"]),
+            ingest_lag=counters["ingest_lag"],
+            dropped_documents=self._dropped,
+            evicted_tokens=int(counters["evicted_tokens"]),
+            problems=() if folder is None else tuple(folder.problems),
         )
 
-    # -- files -----------------------------------------------------------------------------
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Writes what is searchable to one file (storage.py), replacing it in one step.
-
-        Call flush() before to have all that was added in it. DatastoreError if it cannot be
-        written; an existing file is then as it was.
-        """
-        live, corpora = self._live.segments, self._corpora
-        content = StoredDatastore(self.vocab_size, self.tokenizer_fingerprint, live, corpora)
-        write_datastore(path, content)
-
-    @classmethod
-    def load(
-        cls,
-        path: str | PathLike[str],
-        *,
-        vocab_size: int | None = None,
-        tokenizer_fingerprint: str | None = None,
-        **options: Any,
-    ) -> "Datastore":
-        """Opens a saved file, memory-mapped and checked; other options as in __init__.
-
-        DatastoreError if it is missing, damaged, or of another vocabulary size or (where both
-        are known) tokenizer fingerprint than those given.
-        """
-        content = read_datastore(path, vocab_size, tokenizer_fingerprint)
-        fingerprint = tokenizer_fingerprint or content.tokenizer_fingerprint
-        store = cls(content.vocab_size, tokenizer_fingerprint=fingerprint, **options)
-        store._corpora = content.corpora
-        store._live.append(content.live)
-        store._refresh()
-        return store
+    @property
+    def num_tokens(self) -> int:
+        """Searchable tokens of all namespaces and corpora."""
+        return sum(self.namespaces().values()) + sum(self.list_corpora().values())
 
     # -- internals -------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        """Puts a new snapshot in place; it shows the latest state whoever comes first."""
-        with self._lock:
-            static = (s for segments in self._corpora.values() for s in segments)
-            self._snapshot = Snapshot((*static, *self._live.segments), self.vocab_size)
+        """Makes later searches see the present state."""
+        self._snapshots = {}
 
-    def _pieces(self, documents: Iterable[TokenIds]) -> Iterator[np.ndarray]:
+    def _check_writable(self) -> None:
+        if self._folder is not None and self._folder.read_only:
+            raise DatastoreError(f"datastore {self._folder.path} was opened to be read only")
+
+    def _checked_each(self, documents: Iterable[TokenIds]) -> Iterator[np.ndarray]:
         for i, document in enumerate(documents):
             try:
-                yield from split_document(self._checked(document), self._live.segment_tokens)
+                tokens = self._checked(document)
             except DatastoreError as error:
                 raise DatastoreError(f"document {i}: {error}") from None
+            if tokens.size:
+                yield tokens
 
     def _checked(self, tokens: TokenIds) -> np.ndarray:
         return as_token_ids(tokens, self.vocab_size - 1)
+
+
+def check_name(what: str, name: str) -> None:
+    """DatastoreError unless it can be the name of a namespace, a document or a corpus."""
+    if not isinstance(name, str) or not 0 < len(name.encode()) <= MAX_NAME_BYTES:
+        raise DatastoreError(
+            f"{what} must be a text of 1 to {MAX_NAME_BYTES} bytes, got {str(name)[:80]!r}"
+        )
 
 
 def _whole(name: str, value: int, low: int, high: int) -> int:
@@ -271,3 +395,9 @@ def _whole(name: str, value: int, low: int, high: int) -> int:
     if not low <= value <= high:
         raise DatastoreError(f"{name} must be between {low} and {high}, got {value}")
     return int(value)
+
+
+def _seconds(name: str, value: float) -> float:
+    if not 0 <= value <= 86400:
+        raise DatastoreError(f"{name} must be between 0 and 86400 seconds, got {value!r}")
+    return float(value)

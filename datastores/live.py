@@ -1,47 +1,57 @@
-"""The live collection: documents are queued, sorted in the background, merged, dropped by age."""
+"""Fresh documents: queued, sorted in the background, merged, per namespace, all in memory."""
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from .config import DatastoreError
-from .segment import Segment, build_segments, merge, merge_in_slices, split_document
+from .segment import (
+    Document,
+    Segment,
+    build_segments,
+    merge,
+    merge_in_slices,
+    without_documents,
+)
+from .wal import Deletion
 
 logger = logging.getLogger(__name__)
 
-_MAX_SEGMENT_TOKENS = 1 << 29
-_SEGMENTS_PER_COLLECTION = 8
+MAX_SEGMENT_TOKENS = 1 << 29
+SEGMENTS_PER_COLLECTION = 8
 # A segment is merged with its elder while the elder has no more than this many times its tokens
 # (taking it for no smaller than the second number): beside the full ones there are at most about
 # log4(tokens / 1024).
-_MERGE_RATIO = 4
+MERGE_RATIO = 4
 _SMALL_SEGMENT_TOKENS = 1024
 _MANY_SEGMENTS = 24
 _INLINE_MERGE_TOKENS = 1 << 16
 
+Segments = dict[str, tuple[Segment, ...]]
+
 
 class LiveCollection:
-    """Segments, oldest first, that grow by add(). Thread-safe; see Datastore for the options.
+    """Segments by namespace, oldest first, that grow by add(). Thread-safe.
 
-    on_change is called, in whichever thread, after `segments` was replaced.
+    on_change is called, in whichever thread, after `segments` was replaced. max_tokens: beyond
+    them the oldest segments are dropped; None: whoever adds sees to the size.
     """
 
     def __init__(
         self,
         vocab_size: int,
-        max_tokens: int,
+        max_tokens: int | None,
         buffer_tokens: int,
         interval: float,
         on_change: Callable[[], None],
     ) -> None:
-        self.segments: tuple[Segment, ...] = ()
-        self.segment_tokens = min(
-            _MAX_SEGMENT_TOKENS, max(1, max_tokens // _SEGMENTS_PER_COLLECTION)
-        )
+        self.segments: Segments = {}
+        self.segment_tokens = segment_limit(max_tokens)
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._buffer_tokens = buffer_tokens
@@ -49,48 +59,46 @@ class LiveCollection:
         self._on_change = on_change
         # One lock for all that follows; held for moments only, never while sorting or merging.
         self._changed = threading.Condition()
-        self._queue: deque[np.ndarray] = deque()
+        self._queue: deque[tuple[str, Document]] = deque()
         self._queued_tokens = 0
-        self._generation = 0  # clear() raises it: what was taken before is not published
-        self._batch_generation = 0
+        self._oldest_at: float | None = None  # when the first document not searchable yet came
+        self._batch_deletions: list[Deletion] = []  # those that came since the batch was taken
         self._in_merge: tuple[Segment, ...] = ()
         self._added = 0  # documents taken by add()
         self._published = 0  # of these, searchable or evicted
-        self._dropped = 0
         self._evicted_tokens = 0
         self._flushing = 0
         self._thread: threading.Thread | None = None
         self._closed = False
         self._failure: BaseException | None = None
 
-    def add(self, document: np.ndarray) -> None:
-        """Queues a document, which must not change afterwards; drops it if the queue is full."""
+    def has_room(self, tokens: int) -> bool:
+        """Whether a document of so many tokens would be taken now."""
+        return self._queued_tokens + tokens <= self._buffer_tokens
+
+    def add(self, namespace: str, document: Document) -> bool:
+        """Queues a document, which must not change afterwards; False if the queue is full."""
         with self._changed:
             self.check_usable()
-            if self._queued_tokens + document.size > self._buffer_tokens:
-                if self._dropped == 0:
-                    logger.warning(
-                        "The datastore's queue is full (%d tokens): documents are dropped; "
-                        "raise live_buffer_tokens",
-                        self._buffer_tokens,
-                    )
-                self._dropped += 1
-                return
-            self._queue.append(document)
-            self._queued_tokens += document.size
+            if not self.has_room(document.tokens.size):
+                return False
+            self._queue.append((namespace, document))
+            self._queued_tokens += document.tokens.size
             self._added += 1
+            if self._oldest_at is None:
+                self._oldest_at = time.monotonic()
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="datastore-ingest", daemon=True
                 )
                 self._thread.start()
             self._changed.notify_all()
+            return True
 
-    def append(self, segments: Iterable[Segment]) -> None:
+    def append(self, namespace: str, segments: Sequence[Segment]) -> None:
         """Adds finished segments as the newest ones."""
-        for segment in segments:
-            with self._changed:
-                self._publish((*self.segments, segment))
+        with self._changed:
+            self._publish(namespace, (*self.segments.get(namespace, ()), *segments))
 
     def flush(self, timeout: float | None) -> None:
         """Waits until all that was added before is searchable, or raises TimeoutError."""
@@ -110,34 +118,57 @@ class LiveCollection:
                     f"{goal - self._published} documents were not searchable after {timeout} s"
                 )
 
-    def clear(self) -> None:
-        """Drops all segments and all that is queued."""
+    def delete(self, deletion: Deletion) -> None:
+        """Takes documents out of the queue and of all segments, at once."""
         with self._changed:
-            self._generation += 1
-            self._published += len(self._queue)
-            self._queue.clear()
-            self._queued_tokens = 0
-            self._publish(())
+            kept = deque(
+                (name, d) for name, d in self._queue if not _takes_document(deletion, name, d)
+            )
+            self._published += len(self._queue) - len(kept)
+            self._queue = kept
+            self._queued_tokens = sum(d.tokens.size for _, d in kept)
+            self._batch_deletions.append(deletion)
+            for namespace in [n for n in self.segments if deletion.concerns(n)]:
+                remaining = apply_deletion(deletion, self.segments[namespace], self._vocab_size)
+                self._publish(namespace, remaining)
             self._changed.notify_all()
 
     def close(self) -> None:
         """Makes what was added searchable and ends the thread."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            thread = self._thread
+        self.seal()
+        thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def counters(self) -> dict[str, int]:
-        """The counters of DatastoreInfo, all of the same moment."""
+    def seal(self) -> None:
+        """As close(), without waiting for it."""
         with self._changed:
-            return {
-                "queued_documents": len(self._queue),
-                "queued_tokens": self._queued_tokens,
-                "dropped_documents": self._dropped,
-                "evicted_tokens": self._evicted_tokens,
-            }
+            self._closed = True
+            self._changed.notify_all()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are searchable or on their way."""
+        with self._changed:
+            return self._queued_tokens + sum(map(_total_tokens, self.segments.values()))
+
+    @property
+    def queued_documents(self) -> int:
+        return len(self._queue)
+
+    @property
+    def queued_tokens(self) -> int:
+        return self._queued_tokens
+
+    @property
+    def evicted_tokens(self) -> int:
+        return self._evicted_tokens
+
+    @property
+    def lag(self) -> float:
+        """Seconds since the oldest document came that is not searchable yet; 0.0: all are."""
+        oldest = self._oldest_at
+        return 0.0 if oldest is None else time.monotonic() - oldest
 
     def check_usable(self) -> None:
         """DatastoreError if nothing can be added any more."""
@@ -149,12 +180,20 @@ class LiveCollection:
         if self._failure is not None:
             raise DatastoreError(f"the datastore's background thread failed: {self._failure!r}")
 
-    def _publish(self, segments: tuple[Segment, ...]) -> None:
+    def _publish(self, namespace: str, segments: tuple[Segment, ...]) -> None:
         """Replaces what is searchable, dropping the oldest segments beyond max_tokens."""
-        while sum(s.num_tokens for s in segments) > self._max_tokens:
-            self._evicted_tokens += segments[0].num_tokens
-            segments = segments[1:]
-        self.segments = segments
+        everything = {**self.segments, namespace: segments}
+        if self._max_tokens is not None:
+            total = sum(map(_total_tokens, everything.values()))
+            while total > self._max_tokens:
+                oldest = min(
+                    (n for n in everything if everything[n]),
+                    key=lambda n: int(everything[n][0].documents["number"][0]),
+                )
+                total -= everything[oldest][0].num_tokens
+                self._evicted_tokens += everything[oldest][0].num_tokens
+                everything[oldest] = everything[oldest][1:]
+        self.segments = {name: kept for name, kept in everything.items() if kept}
         self._on_change()
 
     # -- the background thread -------------------------------------------------------------
@@ -166,7 +205,7 @@ class LiveCollection:
             while True:
                 # Searches slow down with the number of segments, so a flood has to wait (and
                 # fills the queue, which drops) while there are many to be merged.
-                flooded = merging is not None and len(self.segments) > _MANY_SEGMENTS
+                flooded = merging is not None and self._most_segments() > _MANY_SEGMENTS
                 batch = [] if flooded else self._next_batch(wait=merging is None)
                 if batch is None:
                     return
@@ -184,7 +223,10 @@ class LiveCollection:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _next_batch(self, wait: bool) -> list[np.ndarray] | None:
+    def _most_segments(self) -> int:
+        return max(map(len, self.segments.values()), default=0)
+
+    def _next_batch(self, wait: bool) -> list[tuple[str, Document]] | None:
         """What is due to be sorted (nothing yet: an empty list), or None when all is done."""
         with self._changed:
             if wait:
@@ -196,54 +238,111 @@ class LiveCollection:
             batch = list(self._queue)
             self._queue.clear()
             self._queued_tokens = 0
-            self._batch_generation = self._generation
+            self._batch_deletions.clear()
             return batch
 
     def _is_due(self) -> bool:
         half_full = 2 * self._queued_tokens > self._buffer_tokens
         return half_full or self._flushing > 0 or self._closed
 
-    def _ingest_batch(self, batch: list[np.ndarray]) -> None:
-        generation = self._batch_generation
-        pieces = (piece for d in batch for piece in split_document(d, self.segment_tokens))
-        new = list(build_segments(pieces, self._vocab_size, self.segment_tokens))
-        absorbed = 0
-        if len(new) == 1:
-            # Small neighbours are merged at once, so that they do not pile up during a long merge.
-            for elder in reversed(self.segments):
-                if elder in self._in_merge or elder.num_tokens > _INLINE_MERGE_TOKENS:
-                    break
-                if not self._should_merge(elder, new[0]):
-                    break
-                new[0] = merge(elder, new[0], self._vocab_size)
-                absorbed += 1
+    def _ingest_batch(self, batch: list[tuple[str, Document]]) -> None:
+        by_namespace: dict[str, list[Document]] = {}
+        for namespace, document in batch:
+            by_namespace.setdefault(namespace, []).append(document)
+        for namespace, documents in by_namespace.items():
+            elders = self.segments.get(namespace, ())
+            new = list(build_segments(documents, self._vocab_size, self.segment_tokens))
+            absorbed = self._absorb_small(elders, new) if len(new) == 1 else elders
+            with self._changed:
+                if self._batch_deletions:
+                    self._publish(namespace, self._after_deletions(namespace, documents))
+                else:
+                    self._publish(namespace, (*absorbed, *new))
         with self._changed:
-            if generation == self._generation:
-                kept = self.segments[: len(self.segments) - absorbed]
-                self._publish((*kept, *new))
             self._published += len(batch)
+            self._oldest_at = time.monotonic() - self._interval if self._queue else None
             self._changed.notify_all()
+
+    def _absorb_small(self, elders: tuple[Segment, ...], new: list[Segment]) -> tuple[Segment, ...]:
+        """Merges small neighbours into new[0], so that they do not pile up; the elders left."""
+        while elders:
+            elder = elders[-1]
+            if elder in self._in_merge or elder.num_tokens > _INLINE_MERGE_TOKENS:
+                break
+            if not self._should_merge(elder, new[0]):
+                break
+            new[0] = merge(elder, new[0], self._vocab_size)
+            elders = elders[:-1]
+        return elders
+
+    def _after_deletions(self, namespace: str, documents: list[Document]) -> tuple[Segment, ...]:
+        """The segments with a batch that was being sorted while something was deleted."""
+        kept = [
+            document
+            for document in documents
+            if not any(_takes_document(d, namespace, document) for d in self._batch_deletions)
+        ]
+        new = build_segments(kept, self._vocab_size, self.segment_tokens)
+        return (*self.segments.get(namespace, ()), *new)
 
     def _should_merge(self, older: Segment, newer: Segment) -> bool:
         return (
-            older.num_tokens <= _MERGE_RATIO * max(newer.num_tokens, _SMALL_SEGMENT_TOKENS)
+            older.num_tokens <= MERGE_RATIO * max(newer.num_tokens, _SMALL_SEGMENT_TOKENS)
             and older.num_tokens + newer.num_tokens <= self.segment_tokens
         )
 
     def _merges(self) -> Iterator[None]:
         """Merges neighbours that are close in size, the newest first; yields between slices."""
         while True:
-            pairs = [p for p in pairwise(self.segments) if self._should_merge(*p)]
-            if not pairs:
+            pair = self._next_merge()
+            if pair is None:
                 return
-            self._in_merge = older, newer = pairs[-1]
+            namespace, older, newer = pair
+            self._in_merge = older, newer
             slices = merge_in_slices(older, newer, self._vocab_size)
             while (merged := next(slices)) is None:
                 yield
             self._in_merge = ()
             with self._changed:
-                segments = self.segments
-                # clear() or eviction may have taken either away meanwhile.
+                segments = self.segments.get(namespace, ())
+                # A deletion or eviction may have taken either away meanwhile.
                 if older in segments and newer in segments:
                     at = segments.index(older)
-                    self._publish((*segments[:at], merged, *segments[at + 2 :]))
+                    self._publish(namespace, (*segments[:at], merged, *segments[at + 2 :]))
+
+    def _next_merge(self) -> tuple[str, Segment, Segment] | None:
+        for namespace, segments in self.segments.items():
+            for older, newer in reversed(list(pairwise(segments))):
+                if self._should_merge(older, newer):
+                    return namespace, older, newer
+        return None
+
+
+def segment_limit(max_tokens: int | None) -> int:
+    """Most tokens of one sub-index of a collection of max_tokens."""
+    if max_tokens is None:
+        return MAX_SEGMENT_TOKENS
+    return min(MAX_SEGMENT_TOKENS, max(1, max_tokens // SEGMENTS_PER_COLLECTION))
+
+
+def apply_deletion(
+    deletion: Deletion, segments: Sequence[Segment], vocab_size: int
+) -> tuple[Segment, ...]:
+    """The segments of a namespace that it concerns, without what it takes."""
+    remaining = (
+        without_documents(segment, deletion.takes(segment.documents), vocab_size)
+        for segment in segments
+    )
+    return tuple(segment for segment in remaining if segment is not None)
+
+
+def _takes_document(deletion: Deletion, namespace: str, document: Document) -> bool:
+    return (
+        deletion.concerns(namespace)
+        and document.number < deletion.number
+        and deletion.digest in (None, document.digest)
+    )
+
+
+def _total_tokens(segments: Sequence[Segment]) -> int:
+    return int(np.sum([s.num_tokens for s in segments], dtype=np.int64))

@@ -1,10 +1,11 @@
 """Compiles (or loads from numba's cache) all that retrieval runs, before the first request."""
 
+import numpy as np
+
 from .config import RetrievalConfig
-from .datastore import Datastore
 from .input_trie import InputTrie
 from .retrieval import retrieve
-from .segment import build_segment, merge
+from .segment import Document, Snapshot, build_segment, merge, without_documents
 
 _VOCAB_SIZES = (100, 100_000)  # one per token dtype
 
@@ -20,7 +21,6 @@ def warm_up(vocab_size: int | None = None) -> None:
     trie.extend(text)
     retrieve([trie], None, 4, config)
     for size in _VOCAB_SIZES if vocab_size is None else (max(vocab_size, 8),):
-        with Datastore.build([text], size) as datastore:
-            retrieve([trie], datastore, 4, config)
-            segment = datastore.snapshot().segments[0]
-            merge(segment, build_segment([trie.tokens], size), size)
+        segment = build_segment([Document(trie.tokens)], size)
+        retrieve([trie], Snapshot((segment,), (), size), 4, config)
+        without_documents(merge(segment, segment, size), np.array([True, False]), size)

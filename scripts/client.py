@@ -54,6 +54,17 @@ def generate(
     return _completion(response.json(), seconds, 0.0)
 
 
+def generate_with_id(
+    base_url: str, input_ids: Sequence[int], *, max_new_tokens: int
+) -> tuple[str, list[int]]:
+    """(the request's id, its output) of one greedy /generate request that ignores EOS."""
+    body = _body(input_ids, None, max_new_tokens, {"ignore_eos": True})
+    response = requests.post(base_url + "/generate", json=body, timeout=TIMEOUT_S)
+    response.raise_for_status()
+    answer = response.json()
+    return answer["meta_info"]["id"], answer["output_ids"]
+
+
 def stream(
     base_url: str,
     input_ids: Sequence[int],

@@ -100,6 +100,13 @@ class Server:
         self._process.wait()
         self._process = None
 
+    def kill(self) -> None:
+        """kill -9 of the process and the ones it started, at once."""
+        if self._process is not None:
+            _signal_group(self._process.pid, 9)
+            self._process.wait()
+            self._process = None
+
     def __enter__(self) -> "Server":
         if self._process is None:
             self.start()

@@ -1,0 +1,227 @@
+"""A datastore's folder: its manifest, and the sub-index files that the manifest names.
+
+LOCK            held by the one process that writes; a kill releases it
+MANIFEST        which files count (manifest.py)
+sub-*.idx       sub-indices (container.py)
+log-*.wal       served outputs that are in no sub-index yet (wal.py)
+"""
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .config import DatastoreError
+from .container import read_container
+from .files import FolderLock, remove_file, remove_temporaries
+from .manifest import FileEntry, Manifest, check_same_tokenizer, read_manifest, write_manifest
+from .segment import Segment
+
+logger = logging.getLogger(__name__)
+
+_READ_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, eq=False)
+class SubIndexFile:
+    """A file that the manifest names, mapped."""
+
+    entry: FileEntry
+    segments: tuple[tuple[str, Segment], ...]
+    problem: str | None = None
+    """Why it is not served; segments is empty then."""
+
+
+class Folder:
+    """The files of one datastore. Thread-safe."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        vocab_size: int | None,
+        tokenizer_fingerprint: str | None,
+        create: bool,
+        read_only: bool,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Opens or creates it. Sub-indices that are damaged are left out, and named in problems.
+
+        Raises DatastoreError: there is none and it is not to be created, another process writes
+        to it, its manifest is damaged, or it was built for another tokenizer.
+        """
+        self.path = os.path.abspath(path)
+        self.read_only = read_only
+        self.on_change = on_change
+        self._changing = threading.RLock()
+        self._lock: FolderLock | None = None
+        if not read_only:
+            self._prepare(create, vocab_size)
+            self._lock = FolderLock(self.path)
+        try:
+            self._open(vocab_size, tokenizer_fingerprint, create)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, create: bool, vocab_size: int | None) -> None:
+        if os.path.isfile(self.path):
+            raise DatastoreError(f"datastore {self.path} must be a folder, and is a file")
+        if not os.path.isdir(self.path):
+            if not create or vocab_size is None:
+                raise DatastoreError(f"there is no datastore folder {self.path}")
+            try:
+                os.makedirs(self.path, mode=0o700)
+            except OSError as error:
+                raise DatastoreError(
+                    f"cannot create datastore {self.path}: {error.strerror or error}"
+                ) from None
+
+    def _open(self, vocab_size: int | None, fingerprint: str | None, create: bool) -> None:
+        for attempt in range(_READ_ATTEMPTS):
+            manifest = read_manifest(self.path)
+            if manifest is None:
+                manifest = self._create(vocab_size, fingerprint, create)
+            check_same_tokenizer(self.path, manifest, vocab_size, fingerprint)
+            if fingerprint and not manifest.tokenizer_fingerprint:
+                manifest = replace(manifest, tokenizer_fingerprint=fingerprint)
+            self.manifest = manifest
+            self.files = tuple(self._map(entry) for entry in manifest.files)
+            # A reader may have been overtaken by the writer, who removed what it replaced.
+            if not (self.read_only and self.problems) or attempt == _READ_ATTEMPTS - 1:
+                break
+        if not self.read_only:
+            remove_temporaries(self.path)
+            self._remove_unnamed()
+        for problem in self.problems:
+            logger.error("The datastore leaves a sub-index out: %s", problem)
+
+    def _create(self, vocab_size: int | None, fingerprint: str | None, create: bool) -> Manifest:
+        if self.read_only or not create or vocab_size is None:
+            raise DatastoreError(f"{self.path} is not a datastore: it has no MANIFEST")
+        strange = [name for name in os.listdir(self.path) if name != "LOCK"]
+        if any(not name.startswith(".tmp-MANIFEST") for name in strange):
+            raise DatastoreError(
+                f"{self.path} is not a datastore and not empty (it holds {strange[0]!r}): name "
+                "another folder"
+            )
+        manifest = Manifest(vocab_size, fingerprint or "")
+        write_manifest(self.path, manifest)
+        return manifest
+
+    def _map(self, entry: FileEntry) -> SubIndexFile:
+        try:
+            container = read_container(
+                self.file_path(entry.name),
+                self.manifest.vocab_size,
+                self.manifest.tokenizer_fingerprint,
+            )
+        except DatastoreError as error:
+            return SubIndexFile(entry, (), str(error))
+        return SubIndexFile(entry, container.segments)
+
+    def _remove_unnamed(self) -> None:
+        named = {file.entry.name for file in self.files}
+        for name in os.listdir(self.path):
+            old_log = name.startswith("log-") and log_number(name) < self.manifest.first_log
+            if old_log or (name.startswith("sub-") and name not in named):
+                remove_file(self.file_path(name))
+
+    @property
+    def problems(self) -> list[str]:
+        """Why files are left out."""
+        return [file.problem for file in self.files if file.problem is not None]
+
+    @property
+    def live_files(self) -> list[SubIndexFile]:
+        """Files of served outputs, oldest first."""
+        return [file for file in self.files if file.entry.corpus is None]
+
+    def corpora(self, finished: bool = True) -> dict[str, tuple[Segment, ...]]:
+        """The segments of each named corpus, of those that are finished (or are not)."""
+        found: dict[str, tuple[Segment, ...]] = {}
+        for file in self.files:
+            name = file.entry.corpus
+            if name is not None and (name not in self.manifest.building) == finished:
+                found[name] = found.get(name, ()) + tuple(s for _, s in file.segments)
+        return found
+
+    def file_path(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def new_file_name(self) -> str:
+        """A name that no other process may come upon, not even one left over from a kill."""
+        with self._changing:
+            number = self.manifest.next_file
+            self.manifest = replace(self.manifest, next_file=number + 1)
+        return f"sub-{number:08d}-{secrets.token_hex(4)}.idx"
+
+    def discard(self, name: str) -> None:
+        """Removes whatever was written of a file that was not published."""
+        remove_temporaries(self.path, name)
+        remove_file(self.file_path(name))
+
+    def publish(
+        self,
+        *,
+        add: Sequence[FileEntry] = (),
+        remove: Sequence[SubIndexFile] = (),
+        **changes: Any,
+    ) -> bool:
+        """Takes files in and out, in one step; what is added takes the place of what is removed.
+
+        changes: other fields of the manifest. Returns False, with the added files unlinked, if a
+        file to be removed has gone meanwhile. DatastoreError, and nothing has changed, if the
+        manifest cannot be written.
+        """
+        with self._changing:
+            if any(file not in self.files for file in remove):
+                for entry in add:
+                    remove_file(self.file_path(entry.name))
+                return False
+            added = [self._map(entry) for entry in add]
+            place = self.files.index(remove[0]) if remove else len(self.files)
+            before = [file for file in self.files[:place] if file not in remove]
+            after = [file for file in self.files[place:] if file not in remove]
+            files = (*before, *added, *after)
+            entries = tuple(file.entry for file in files)
+            manifest = replace(self.manifest, files=entries, **changes)
+            write_manifest(self.path, manifest)
+            self.manifest, self.files = manifest, files
+        for file in remove:
+            remove_file(self.file_path(file.entry.name))
+        self.on_change()
+        return True
+
+    def disk_bytes(self) -> int:
+        """Bytes of all files of the folder."""
+        total = 0
+        for name in os.listdir(self.path):
+            try:
+                total += os.stat(self.file_path(name)).st_size
+            except FileNotFoundError:
+                continue
+        return total
+
+    def log_numbers(self) -> list[int]:
+        """Numbers of the logs that count, in their order."""
+        names = [name for name in os.listdir(self.path) if name.startswith("log-")]
+        return sorted(n for n in map(log_number, names) if n >= self.manifest.first_log)
+
+    def log_path(self, number: int) -> str:
+        return self.file_path(f"log-{number:08d}.wal")
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+def log_number(name: str) -> int:
+    """The number in a log's file name."""
+    digits = name.removeprefix("log-").removesuffix(".wal")
+    return int(digits) if digits.isdigit() else 0

@@ -1,0 +1,215 @@
+"""kill -9 at random instants while outputs are ingested, folded and merged: nothing may be lost.
+
+Two kinds of process are killed. Most kills hit a drafting process: SGLang-free, with the drafter
+and the durable datastore that a server has, fed as fast as it takes; it acknowledges an output
+when the drafter has taken it, as a server answers after that. With --server-kills, real SGLang
+servers under concurrent requests are killed too, all their processes at once; an output is
+acknowledged when its HTTP response has arrived. After each kill the folder is verified, every
+acknowledged output is looked for, and the next process must open it and draft from it.
+
+    python -m scripts.crash_test [--kills N] [--server-kills N] [--quick] [--json FILE]
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from tqdm import tqdm
+
+from datastores import Datastore, verify_folder
+from datastores.segment import document_digest
+from scripts.client import generate_with_id
+from scripts.figures import parser, report
+from scripts.prompts import spec_bench
+from scripts.server import Server
+from sglang_ext.drafters import DrafterContext, DraftRequest
+from sglang_ext.drafters.retrieval import RetrievalDrafter
+from sglang_ext.options import Options
+
+KILLS, QUICK_KILLS = 200, 20
+VOCAB = 49152
+DOCUMENT_TOKENS = 120
+# Small, so that folds and merges run all the time.
+FOLD_TOKENS = 1 << 13
+LONGEST_LIFE_S = 1.5
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--kills", type=int, help=f"kills of the drafting process [{KILLS}]")
+    options.add_argument("--server-kills", type=int, default=0, help="kills of SGLang servers [0]")
+    options.add_argument("--seed", type=int, default=0, help="of the instants [0]")
+    options.add_argument("--child", nargs=2, metavar=("FOLDER", "FIRST"), help="(internal)")
+    args = options.parse_args()
+    if args.child:
+        serve_documents(args.child[0], int(args.child[1]))
+    kills = args.kills if args.kills is not None else (QUICK_KILLS if args.quick else KILLS)
+    rng = random.Random(args.seed)
+    with tempfile.TemporaryDirectory(prefix="crash-test-") as folder:
+        totals = kill_drafting_processes(os.path.join(folder, "drafting"), kills, rng)
+        if args.server_kills:
+            by_servers = kill_servers(
+                args.model, os.path.join(folder, "server"), args.server_kills, rng
+            )
+            totals = {name: totals[name] + by_servers[name] for name in totals}
+    report(totals, args.json)
+    return 1 if totals["lost"] or totals["corrupt"] or totals["failed_restarts"] else 0
+
+
+# -- the drafting process ------------------------------------------------------------------
+
+
+def document(k: int) -> np.ndarray:
+    """int64[DOCUMENT_TOKENS], the k-th output: different for every k, and known from k."""
+    steps = np.arange(DOCUMENT_TOKENS, dtype=np.int64)
+    return ((k + 1) * 2654435761 + steps * (2 * k + 7919)) % (VOCAB - 1)
+
+
+def serve_documents(folder: str, first: int) -> None:
+    """The process that is killed: ingests for ever, a number a line on stdout when it has one."""
+    context = DrafterContext(
+        vocab_size=VOCAB,
+        options=Options(datastore=folder, datastore_fold_tokens=FOLD_TOKENS),
+        tokenizer_fingerprint="crash-test",
+    )
+    drafter = RetrievalDrafter(context)
+    drafted = all(drafts_from(drafter, k) for k in range(max(0, first - 20), first))
+    print("serves" if drafted else "does not draft", flush=True)
+    k = first
+    while True:
+        text = document(k).tolist()
+        request = DraftRequest(rid=f"r{k}", prompt=text[:20], output=text[20:])
+        drafter.start(request)
+        drafter.propose([request], 15)
+        drafter.finish(request, completed=True)
+        print(k, flush=True)
+        k += 1
+        time.sleep(0.001)
+
+
+def drafts_from(drafter: RetrievalDrafter, k: int) -> bool:
+    """Whether an earlier output is a draft, as it must be."""
+    text = document(k).tolist()
+    # All but the last prompt tokens of an output are not kept.
+    request = DraftRequest(rid="check", prompt=text[20:40], output=text[40:60])
+    drafter.start(request)
+    (tree,) = drafter.propose([request], 8)
+    return len(tree) > 0 and int(tree.tokens[0]) == text[60]
+
+
+def kill_drafting_processes(folder: str, kills: int, rng: random.Random) -> dict[str, int]:
+    lost = corrupt = failed = acknowledged = tokens = 0
+    for _ in tqdm(range(kills), desc="kills", disable=None):
+        child = subprocess.Popen(
+            [sys.executable, "-m", "scripts.crash_test", "--child", folder, str(acknowledged)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        if child.stdout.readline() != "serves\n":
+            failed += 1
+        numbers: list[int] = []
+        reader = threading.Thread(target=_read_numbers, args=(child.stdout, numbers))
+        reader.start()
+        time.sleep(rng.uniform(0, LONGEST_LIFE_S))
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        reader.join()
+        acknowledged = max([acknowledged, *(k + 1 for k in numbers)])
+        corrupt += len(verify_folder(folder)) if os.path.isdir(folder) else 0
+        gone, acknowledged, tokens = _missing(folder, acknowledged)
+        lost += gone
+    print(f"drafting process: {kills} kills, {acknowledged} outputs, {tokens} tokens in the store")
+    return {"kills": kills, "lost": lost, "corrupt": corrupt, "failed_restarts": failed}
+
+
+def _read_numbers(stream, numbers: list[int]) -> None:
+    for line in stream:
+        if line.endswith("\n"):
+            numbers.append(int(line))
+
+
+def _missing(folder: str, acknowledged: int) -> tuple[int, int, int]:
+    """(acknowledged outputs that are not there whole, the number to go on from, tokens)."""
+    if not os.path.exists(os.path.join(folder, "MANIFEST")):
+        return acknowledged, acknowledged, 0
+    found = stored_documents(folder)
+    kept = DOCUMENT_TOKENS - 20 + 16  # the output, and the last prompt tokens before it
+    missing = sum(
+        not np.array_equal(found.get(document_digest(f"r{k}"), ()), document(k)[-kept:])
+        for k in range(acknowledged)
+    )
+    # The kill may have come between the log and the acknowledgement.
+    following = acknowledged + (document_digest(f"r{acknowledged}") in found)
+    return missing, following, sum(map(len, found.values()))
+
+
+def stored_documents(folder: str) -> dict[bytes, np.ndarray]:
+    """Every served output of a folder by the digest of its name, read as a restart reads it."""
+    found: dict[bytes, np.ndarray] = {}
+    with Datastore.open(folder, read_only=True) as store:
+        for namespace in store.namespaces():
+            for segment in store.snapshot(namespace).live:
+                starts = segment.documents["start"].astype(np.int64)
+                ends = np.append(starts[1:], segment.tokens.size) - 1
+                for row, start, end in zip(segment.documents, starts, ends, strict=True):
+                    found[bytes(row["digest"])] = segment.tokens[start:end]
+    return found
+
+
+# -- SGLang servers ------------------------------------------------------------------------
+
+
+def kill_servers(model: str, folder: str, kills: int, rng: random.Random) -> dict[str, int]:
+    prompts = [list(prompt.input_ids) for prompt in spec_bench(model, max_prompt_tokens=128)]
+    flags = ["--speculative-algorithm", "SSSD", "--datastore", folder]
+    flags += ["--datastore-fold-tokens", "200"]
+    outputs: dict[bytes, list[int]] = {}
+    lost = corrupt = failed = 0
+    for kill in tqdm(range(kills), desc="server kills", disable=None):
+        server = Server(model, flags, name=f"crash-{kill}")
+        with ThreadPoolExecutor(4) as pool:
+            try:
+                server.start().wait()
+            except RuntimeError as error:
+                print(error, file=sys.stderr)
+                failed += 1
+                continue
+            stop = threading.Event()
+            for worker in range(4):
+                pool.submit(_ask, server.base_url, prompts[worker::4], outputs, stop)
+            time.sleep(rng.uniform(2.0, 15.0))
+            server.kill()
+            stop.set()
+        corrupt += len(verify_folder(folder))
+        found = stored_documents(folder)
+        lost += sum(
+            not np.array_equal(found.get(name, np.empty(0))[-len(output) :], output)
+            for name, output in outputs.items()
+        )
+    print(f"servers: {kills} kills, {len(outputs)} answers acknowledged over HTTP")
+    return {"kills": kills, "lost": lost, "corrupt": corrupt, "failed_restarts": failed}
+
+
+def _ask(
+    url: str, prompts: list[list[int]], outputs: dict[bytes, list[int]], stop: threading.Event
+) -> None:
+    for prompt in prompts:
+        if stop.is_set():
+            return
+        try:
+            name, ids = generate_with_id(url, prompt, max_new_tokens=random.randint(4, 24))
+        except (OSError, ValueError):
+            return  # the server has been killed
+        outputs[document_digest(name)] = ids
+
+
+if __name__ == "__main__":
+    sys.exit(main())
