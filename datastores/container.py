@@ -13,7 +13,6 @@ uint16 if vocab_size < 65536, else uint32.
 """
 
 import json
-import os
 import struct
 import zlib
 from collections.abc import Sequence

@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from .config import DatastoreError
@@ -33,6 +34,14 @@ class SubIndexFile:
     segments: tuple[tuple[str, Segment], ...]
     problem: str | None = None
     """Why it is not served; segments is empty then."""
+
+    @cached_property
+    def by_owner(self) -> dict[str, tuple[Segment, ...]]:
+        """Its segments by namespace or corpus."""
+        found: dict[str, tuple[Segment, ...]] = {}
+        for owner, segment in self.segments:
+            found[owner] = (*found.get(owner, ()), segment)
+        return found
 
 
 class Folder:

@@ -47,6 +47,12 @@ class Segment:
         """Tokens, without separators."""
         return self.suffixes.size
 
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Address and size of tokens, suffixes and landmarks."""
+        arrays = (self.tokens, self.suffixes, self.landmarks)
+        return tuple(n for array in arrays for n in (array.ctypes.data, array.size))
+
     @property
     def nbytes(self) -> int:
         return sum(a.nbytes for a in (self.tokens, self.suffixes, self.landmarks, self.documents))
@@ -69,15 +75,7 @@ class Snapshot:
     @cached_property
     def table(self) -> np.ndarray:
         """int64[segments, 7]: address and size of tokens, suffixes, landmarks; 1 if live."""
-        rows = [
-            (
-                s.tokens.ctypes.data, s.tokens.size,
-                s.suffixes.ctypes.data, s.suffixes.size,
-                s.landmarks.ctypes.data, s.landmarks.size,
-                i >= len(self.static),
-            )
-            for i, s in enumerate(self.segments)
-        ]  # fmt: skip
+        rows = [(*s.addresses, i >= len(self.static)) for i, s in enumerate(self.segments)]
         return np.array(rows, np.int64).reshape(len(rows), 7)
 
     @cached_property

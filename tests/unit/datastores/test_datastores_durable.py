@@ -157,7 +157,7 @@ def test_a_full_disk_drops_documents_and_says_so(
     write = os.write
     with opened(tmp_path / "d") as store:
         store.add([1, 100])
-        log = store._live._writer._file  # type: ignore[union-attr]
+        log = store._live._logs._writer._file  # type: ignore[union-attr]
 
         def full(descriptor: int, data) -> int:
             if descriptor != log:

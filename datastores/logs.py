@@ -1,0 +1,261 @@
+"""The logs of a folder with their documents in memory: durable at once, searchable soon.
+
+Each log file has a LiveCollection with the same documents. The last log is being written; older
+ones wait to be folded into a sub-index file.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .config import DatastoreError
+from .files import remove_file
+from .folder import Folder
+from .live import LiveCollection, Segments
+from .segment import Document, Segment, build_segments
+from .wal import Deletion, LogWriter, read_log
+
+logger = logging.getLogger(__name__)
+
+_COMPLAINT_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """How served outputs are taken in; times in seconds."""
+
+    segment_tokens: int
+    """Most tokens of one segment."""
+    buffer_tokens: int
+    """Tokens that wait to be sorted, at most."""
+    interval: float
+    """For so long new documents are gathered before they are sorted together."""
+    max_unfolded_tokens: int = 1 << 24
+    """Tokens in logs (and so in memory) at most; documents beyond are dropped and counted."""
+    sync_interval: float = 1.0
+    """The log is synced to the disk itself so often: what a power cut may cost. A kill of the
+    process costs nothing."""
+
+
+@dataclass(eq=False)
+class Log:
+    """A log file with its documents in memory."""
+
+    number: int
+    live: LiveCollection
+    tokens: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def segments(self) -> Segments:
+        """What is searchable of it, by namespace."""
+        return self.live.segments
+
+
+class LogSet:
+    """The logs that count, oldest first. Thread-safe. With a read-only folder nothing is added."""
+
+    def __init__(self, folder: Folder, options: LogOptions, on_change: Callable[[], None]) -> None:
+        """Brings the documents of all logs back into memory.
+
+        Raises DatastoreError: a log cannot be read or is another datastore's, or a new one cannot
+        be written.
+        """
+        self._folder = folder
+        self._options = options
+        self._on_change = on_change
+        self.logs: tuple[Log, ...] = ()
+        self.deletions: list[Deletion] = []
+        """Those that the logs hold: files may not have followed them yet."""
+        self.next_number = folder.manifest.next_number
+        self._adding = threading.Lock()  # order of numbers, of log records and of log files
+        self._dirty = False
+        self._complained = -_COMPLAINT_SECONDS
+        self._closing = threading.Event()
+        self._recover()
+        if not folder.read_only:
+            self._writer = self._new_writer()
+            self._thread = threading.Thread(
+                target=self._run_syncs, name="datastore-sync", daemon=True
+            )
+            self._thread.start()
+
+    @property
+    def current(self) -> Log:
+        """The log that is being written."""
+        return self.logs[-1]
+
+    def add(self, namespace: str, tokens: np.ndarray, digest: bytes) -> bool:
+        """Logs a document, then queues it to be searchable; False: there is no room, or no disk.
+
+        When it returns True, a kill of the process does not lose the document.
+        """
+        with self._adding:
+            self._check_open()
+            log = self.current
+            unfolded = self.unfolded_tokens + tokens.size
+            if unfolded > self._options.max_unfolded_tokens or not log.live.has_room(tokens.size):
+                self._complain("it comes faster than it can be folded")
+                return False
+            document = Document(tokens, self.next_number, digest)
+            try:
+                self._writer.append(namespace, document)
+            except OSError as error:
+                self._complain(f"cannot write {self._writer.path}: {error.strerror or error}")
+                return False
+            self.next_number += 1
+            self._dirty = True
+            log.tokens += tokens.size
+            log.live.add(namespace, document)
+            return True
+
+    def delete(
+        self, namespace: str | None, digest: bytes | None, before: Callable[[Deletion], None]
+    ) -> Deletion:
+        """Logs a deletion and takes what it concerns out of memory.
+
+        before is called with it in between, so that no search can find in files what is gone from
+        memory. DatastoreError if the log cannot be written.
+        """
+        with self._adding:
+            self._check_open()
+            deletion = Deletion(self.next_number, namespace, digest)
+            try:
+                self._writer.append_deletion(deletion)
+            except OSError as error:
+                raise DatastoreError(
+                    f"cannot write {self._writer.path}: {error.strerror or error}"
+                ) from None
+            self.next_number += 1
+            self._dirty = True
+            before(deletion)
+            for log in self.logs:
+                log.live.delete(deletion)
+            return deletion
+
+    def rotate(self) -> None:
+        """Begins another log. DatastoreError if it cannot be written; the old one goes on then."""
+        with self._adding:
+            old, sealed = self._writer, self.current
+            self._writer = self._new_writer()
+            sealed.live.seal()
+        old.sync()  # outside the lock: it may take long, and add() must not wait for it
+        old.close()
+
+    def forget(self, log: Log) -> None:
+        """Drops a log that is in a file now."""
+        remove_file(self.path(log))
+        with self._adding:
+            self.logs = tuple(other for other in self.logs if other is not log)
+
+    def path(self, log: Log) -> str:
+        return self._folder.log_path(log.number)
+
+    def flush(self, timeout: float | None) -> None:
+        """Waits until all that was added before is searchable, or raises TimeoutError."""
+        for log in self.logs:
+            log.live.flush(timeout)
+
+    @property
+    def unfolded_tokens(self) -> int:
+        """Tokens in logs."""
+        return sum(log.tokens for log in self.logs)
+
+    def segments_of(self, namespace: str) -> list[Segment]:
+        """What is searchable of a namespace, oldest first."""
+        return [s for log in self.logs for s in log.segments.get(namespace, ())]
+
+    def counters(self) -> dict[str, float]:
+        """queued_documents, queued_tokens, ingest_lag, unfolded_tokens."""
+        lives = [log.live for log in self.logs]
+        return {
+            "queued_documents": sum(live.queued_documents for live in lives),
+            "queued_tokens": sum(live.queued_tokens for live in lives),
+            "ingest_lag": max((live.lag for live in lives), default=0.0),
+            "unfolded_tokens": self.unfolded_tokens,
+        }
+
+    def close(self) -> None:
+        """Makes what was added searchable, syncs and closes the log."""
+        with self._adding:
+            self._closing.set()
+        self._thread.join()
+        for log in self.logs:
+            log.live.close()
+        self._writer.sync()
+        self._writer.close()
+
+    def _recover(self) -> None:
+        manifest = self._folder.manifest
+        for number in self._folder.log_numbers():
+            path = self._folder.log_path(number)
+            content = read_log(path, manifest.vocab_size, manifest.tokenizer_fingerprint)
+            if content.damaged_bytes:
+                logger.warning("%s: %d bytes passed over", path, content.damaged_bytes)
+            log = Log(number, self._new_live())
+            log.tokens = sum(d.tokens.size for _, d in content.documents)
+            for namespace, documents in _grouped(content.documents).items():
+                built = build_segments(documents, manifest.vocab_size, self._options.segment_tokens)
+                log.live.append(namespace, list(built))
+            log.live.seal()
+            self.logs = (*self.logs, log)
+            self.next_number = max(self.next_number, content.last_number + 1)
+            for deletion in content.deletions:
+                self.deletions.append(deletion)
+                for earlier in self.logs:
+                    earlier.live.delete(deletion)
+
+    def _new_live(self) -> LiveCollection:
+        return LiveCollection(
+            self._folder.manifest.vocab_size,
+            None,
+            self._options.buffer_tokens,
+            self._options.interval,
+            self._on_change,
+        )
+
+    def _new_writer(self) -> LogWriter:
+        manifest = self._folder.manifest
+        number = max([manifest.first_log - 1, *(log.number for log in self.logs)]) + 1
+        path = self._folder.log_path(number)
+        try:
+            writer = LogWriter(path, manifest.vocab_size, manifest.tokenizer_fingerprint)
+        except OSError as error:
+            remove_file(path)
+            raise DatastoreError(f"cannot write {path}: {error.strerror or error}") from None
+        self.logs = (*self.logs, Log(number, self._new_live()))
+        return writer
+
+    def _run_syncs(self) -> None:
+        while not self._closing.wait(self._options.sync_interval):
+            if self._dirty:
+                with self._adding:
+                    self._dirty = False
+                    sync = self._writer.detached_sync()
+                try:
+                    sync()
+                except OSError as error:
+                    self._complain(f"cannot sync {self._writer.path}: {error.strerror or error}")
+
+    def _complain(self, reason: str) -> None:
+        now = time.monotonic()
+        if now - self._complained >= _COMPLAINT_SECONDS:
+            self._complained = now
+            logger.error("The datastore does not take in what is served: %s", reason)
+
+    def _check_open(self) -> None:
+        if self._folder.read_only:
+            raise DatastoreError(f"datastore {self._folder.path} was opened to be read only")
+        if self._closing.is_set():
+            raise DatastoreError("the datastore is closed")
+
+
+def _grouped(documents: list[tuple[str, Document]]) -> dict[str, list[Document]]:
+    groups: dict[str, list[Document]] = {}
+    for namespace, document in documents:
+        groups.setdefault(namespace, []).append(document)
+    return groups
