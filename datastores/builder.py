@@ -123,11 +123,24 @@ class CorpusBuilder:
         return sum(file.entry.tokens for file in files)
 
     def _merge(self, files: list[SubIndexFile]) -> list[SubIndexFile]:
-        segments = [segment for file in files for _, segment in file.segments]
-        merged = merge_all(segments, self._folder.manifest.vocab_size, self._segment_tokens)
-        if len(merged) < len(segments):
-            self._folder.publish(add=[self._write(s) for s in merged], remove=files)
+        """Merges neighbours into sub-indices of full size, one at a time in memory."""
+        for group in self._groups(files):
+            segments = [segment for file in group for _, segment in file.segments]
+            merged = merge_all(segments, self._folder.manifest.vocab_size, self._segment_tokens)
+            if len(merged) < len(segments):
+                self._folder.publish(add=[self._write(s) for s in merged], remove=group)
         return self._files()
+
+    def _groups(self, files: list[SubIndexFile]) -> list[list[SubIndexFile]]:
+        groups: list[list[SubIndexFile]] = []
+        size = 0
+        for file in files:
+            if not groups or size + file.entry.tokens > self._segment_tokens:
+                groups.append([])
+                size = 0
+            groups[-1].append(file)
+            size += file.entry.tokens
+        return groups
 
     def _write(self, segment: Segment) -> FileEntry:
         manifest = self._folder.manifest

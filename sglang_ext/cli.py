@@ -1,4 +1,4 @@
-"""The console command: `sglang-ext serve | models`."""
+"""The console command: `sglang-ext serve | models | datastore`."""
 
 # SGLang's CPU engine needs a stand-in before any of its modules load, in this process and in
 # the ones it spawns (they import this module again), so this comes before everything else.
@@ -12,7 +12,7 @@ import signal  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 
-from sglang_ext import __version__, models, options  # noqa: E402
+from sglang_ext import __version__, datastore_commands, models, options  # noqa: E402
 from sglang_ext.flags import flag_value, set_flag  # noqa: E402
 from sglang_ext.preflight import PreflightError, check_launch  # noqa: E402
 
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_flags(serve)
     serve.set_defaults(func=run_serve)
     models.add_commands(commands)
+    datastore_commands.add_commands(commands)
     args, rest = parser.parse_known_args(argv)
     if rest and args.func is not run_serve:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
