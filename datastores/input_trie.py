@@ -19,7 +19,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class InputTrie:
-    """Tokens of one request, prompt first, then output as it is accepted.
+    """Tokens of one request: the first extend() brings the prompt, later ones its output.
 
     Memory is about 28 bytes per token, doubling as it grows, for at most
     config.max_input_tokens tokens; then the older half is forgotten. One thread at a time.
@@ -29,6 +29,7 @@ class InputTrie:
         self.config = config or RetrievalConfig()
         self._seen = 0
         self._size = 0
+        self._prompt: int | None = None  # how many of the tokens kept are the prompt's
         self._tokens = np.empty(0, np.int32)
         self._grow(_MIN_CAPACITY)
 
@@ -44,6 +45,11 @@ class InputTrie:
         return view
 
     @property
+    def prompt_tokens(self) -> int:
+        """How many of `tokens` are the prompt's; the rest is self-output."""
+        return self._prompt or 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
         arrays = (self._tokens, self._same_one, self._same_two, self._last_one, self._last_two)
@@ -53,9 +59,12 @@ class InputTrie:
         """Appends tokens (ids >= 0, one-dimensional) in constant time each."""
         new = as_token_ids(tokens, _MAX_TOKEN)
         self._seen += new.size
+        if self._prompt is None:
+            self._prompt = new.size
         limit = self.config.max_input_tokens
         if self._size + new.size > limit:
             kept = np.concatenate((self._tokens[: self._size], new))[-((limit + 1) // 2) :]
+            self._prompt = max(0, self._prompt - (self._size + new.size - kept.size))
             self._size = 0
             self._last_one.fill(0)
             self._last_two.fill(0)
@@ -76,6 +85,7 @@ class InputTrie:
         )
         self._size += new.size
         self._row[3] = self._size
+        self._row[4] = self.prompt_tokens
 
     def _grow(self, capacity: int) -> None:
         kept = self._tokens[: self._size]
@@ -86,9 +96,9 @@ class InputTrie:
         # Hash tables with open addressing, at most half full; an entry is a position + 1.
         self._last_one = np.zeros(2 * self._capacity, np.int32)
         self._last_two = np.zeros(2 * self._capacity, np.int32)
-        # What the compiled search needs: addresses of the three arrays and the size.
-        arrays = (self._tokens, self._same_one, self._same_two)
-        self._row = np.array([*(array.ctypes.data for array in arrays), 0], np.int64)
+        # What the compiled search needs: addresses of the three arrays, size, prompt's size.
+        self._searched = (self._tokens, self._same_one, self._same_two)
+        self._row = np.array([*(array.ctypes.data for array in self._searched), 0, 0], np.int64)
         self._size = 0
         self._append(kept)
 
@@ -142,18 +152,19 @@ def _slot(key, mask):
 
 
 @njit(cache=True, nogil=True)
-def find_occurrences(tokens, same_one, same_two, longest, limit, scan, found, lengths):
+def find_occurrences(tokens, same_one, same_two, longest, limit, scan, found, lengths, buckets):
     """Earlier occurrences of the last 1..longest tokens, longest match first, then newest.
 
     Writes into found (int32[limit], the position after each occurrence) and lengths
     (int32[limit]); returns how many. Compares at most `scan` occurrences of the last two tokens
-    and reads at most 4 * limit more of the last one.
+    and reads at most 4 * limit more of the last one. buckets: int32[longest + 1, limit + 1],
+    scratch.
     """
     size = tokens.size
     if size < 2 or limit == 0:
         return 0
-    by_length = np.zeros(longest + 1, np.int32)
-    buckets = np.empty((longest + 1, limit), np.int32)
+    for length in range(longest + 1):
+        buckets[length, limit] = 0  # how many of this length there are
     full = np.int64(0)
     if longest >= 2:
         position = np.int64(same_two[size - 1])
@@ -165,16 +176,16 @@ def find_occurrences(tokens, same_one, same_two, longest, limit, scan, found, le
                 and tokens[position - length] == tokens[size - 1 - length]
             ):
                 length += 1
-            if by_length[length] < limit:
-                buckets[length, by_length[length]] = position + 1
-                by_length[length] += 1
+            if buckets[length, limit] < limit:
+                buckets[length, buckets[length, limit]] = position + 1
+                buckets[length, limit] += 1
                 if length == longest:
                     full += 1
             position = np.int64(same_two[position])
             scan -= 1
     count = np.int64(0)
     for matched in range(longest, 1, -1):
-        for k in range(min(np.int64(by_length[matched]), limit - count)):
+        for k in range(min(np.int64(buckets[matched, limit]), limit - count)):
             found[count] = buckets[matched, k]
             lengths[count] = matched
             count += 1

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .config import DatastoreError, RetrievalConfig
-from .datastore import Datastore
 from .input_trie import InputTrie
 from .retrieval import Draft, retrieve
+from .segment import Snapshot
 
 _BINS = 10
 
@@ -74,14 +74,14 @@ class ReplayResult:
 
 def replay(
     documents: Iterable[Sequence[int] | np.ndarray],
-    datastore: Datastore | None,
+    snapshot: Snapshot | None,
     config: RetrievalConfig | None = None,
     s_q: int = 8,
     *,
     prompt_tokens: int | Sequence[int] = 100,
     max_new_tokens: int = 200,
 ) -> ReplayResult:
-    """Replays documents that the datastore must not hold.
+    """Replays documents that the datastore (a snapshot of it; None: input only) must not hold.
 
     documents: token ids, prompt and answer. prompt_tokens: how many of them are the prompt, one
     number or one per document; documents without an answer are skipped. max_new_tokens: tokens
@@ -101,7 +101,7 @@ def replay(
         trie.extend(tokens[:split])
         while split < end:
             began = time.perf_counter()
-            (draft,) = retrieve([trie], datastore, s_q - 1, config)
+            (draft,) = retrieve([trie], snapshot, s_q - 1, config)
             seconds.append(time.perf_counter() - began)
             right = _agreeing(draft, tokens[split:end])
             committed = min(int(right.sum()) + 1, end - split)

@@ -15,6 +15,9 @@ from numba import njit
 
 from .config import SORT_DEPTH
 
+# Every so many suffixes one has its first tokens noted, as one integer: a search narrows an
+# interval down to this many on a small array before it touches suffixes and tokens.
+LANDMARK_EVERY = 64
 _RADIX_BITS = 11
 _INSERTION_RUN = 16
 
@@ -24,6 +27,20 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     return np.uint16 if vocab_size <= np.iinfo(np.uint16).max else np.uint32
 
 
+def tokens_per_key(vocab_size: int) -> tuple[int, int]:
+    """(bits per token, tokens) of the integers that stand for the beginning of a suffix."""
+    bits = max(1, int(vocab_size).bit_length())
+    return bits, min(64 // bits, SORT_DEPTH)
+
+
+def make_landmarks(tokens: np.ndarray, suffixes: np.ndarray, vocab_size: int) -> np.ndarray:
+    """uint64[ceil(suffixes.size / LANDMARK_EVERY)]: keys of every LANDMARK_EVERY-th suffix.
+
+    They rise along the array; equal ones stand for suffixes that agree in a key's tokens.
+    """
+    return _landmarks(tokens, suffixes, vocab_size, *tokens_per_key(vocab_size))
+
+
 def suffix_sort(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     """Suffix array (int32[number of tokens that are no separator]) of a token array.
 
@@ -31,8 +48,7 @@ def suffix_sort(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     working memory.
     """
     order = _positions(tokens, vocab_size)
-    bits = max(1, int(vocab_size).bit_length())
-    _sort_positions(tokens, order, vocab_size, bits, min(64 // bits, SORT_DEPTH))
+    _sort_positions(tokens, order, vocab_size, *tokens_per_key(vocab_size))
     return order
 
 
@@ -72,6 +88,14 @@ def _key(tokens, position, separator, bits, per_key):
             if not ended:
                 key = key | np.uint64(token + 1)
     return key
+
+
+@njit(cache=True, nogil=True)
+def _landmarks(tokens, suffixes, separator, bits, per_key):
+    keys = np.empty((suffixes.size + LANDMARK_EVERY - 1) // LANDMARK_EVERY, np.uint64)
+    for i in range(keys.size):
+        keys[i] = _key(tokens, suffixes[i * LANDMARK_EVERY], separator, bits, per_key)
+    return keys
 
 
 @njit(cache=True, nogil=True)
@@ -217,38 +241,3 @@ def merge_suffix_arrays(tokens, older, newer, offset, separator, merged, done, s
             j += 1
     done[0], done[1] = i, j
     return stop == merged.size
-
-
-@njit(cache=True, nogil=True)
-def _compare_prefix(tokens, position, query, start, separator):
-    """-1, 0 or 1 as the suffix at position sorts before, begins with, or sorts after query."""
-    for k in range(start, query.size):
-        token = np.int64(tokens[position + k - start])
-        wanted = np.int64(query[k])
-        if token != wanted:
-            return -1 if token == separator or token < wanted else 1
-    return 0
-
-
-@njit(cache=True, nogil=True)
-def find_interval(tokens, suffixes, query, start, separator):
-    """(low, high): suffixes[low:high] are all suffixes that begin with query[start:]."""
-    low, high = np.int64(0), np.int64(suffixes.size)
-    upper = high  # every suffix from here on sorts after the query
-    while low < high:
-        middle = (low + high) >> 1
-        order = _compare_prefix(tokens, suffixes[middle], query, start, separator)
-        if order < 0:
-            low = middle + 1
-        else:
-            high = middle
-            if order > 0:
-                upper = middle
-    first, high = low, upper
-    while low < high:
-        middle = (low + high) >> 1
-        if _compare_prefix(tokens, suffixes[middle], query, start, separator) > 0:
-            high = middle
-        else:
-            low = middle + 1
-    return first, low

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from .config import RetrievalConfig
 from .input_trie import InputTrie
 from .retrieval import retrieve
 from .segment import Document, Snapshot, build_segment, merge, without_documents
 
 _VOCAB_SIZES = (100, 100_000)  # one per token dtype
+_BATCH = 64  # enough for retrieval to start its threads
 
 
 def warm_up(vocab_size: int | None = None) -> None:
@@ -15,12 +15,10 @@ def warm_up(vocab_size: int | None = None) -> None:
 
     vocab_size: prepare for this vocabulary only; None: for every kind.
     """
-    config = RetrievalConfig()
-    text = [1, 2, 3, 4, 5] * 4
-    trie = InputTrie(config)
+    text = np.array([1, 2, 3, 4, 5] * 4, np.int32)
+    trie = InputTrie()
     trie.extend(text)
-    retrieve([trie], None, 4, config)
     for size in _VOCAB_SIZES if vocab_size is None else (max(vocab_size, 8),):
-        segment = build_segment([Document(trie.tokens)], size)
-        retrieve([trie], Snapshot((segment,), (), size), 4, config)
+        segment = build_segment([Document(text)], size)
         without_documents(merge(segment, segment, size), np.array([True, False]), size)
+        retrieve([trie] * _BATCH, Snapshot((segment,), (), size), 4)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+import psutil  # type: ignore[import-untyped]
 import requests
 
 START_TIMEOUT_S = 300
@@ -83,6 +84,13 @@ class Server:
     def exit_code(self) -> int | None:
         """The process's exit code, None while it runs."""
         return None if self._process is None else self._process.poll()
+
+    def cpu_seconds(self) -> float:
+        """CPU time that its processes have used so far."""
+        assert self._process is not None, f"{self.name} is not running"
+        process = psutil.Process(self._process.pid)
+        times = [p.cpu_times() for p in (process, *process.children(recursive=True))]
+        return sum(t.user + t.system for t in times)
 
     def log_tail(self, lines: int = 30) -> str:
         """The last lines it printed."""

@@ -1,9 +1,12 @@
 """How many nodes a step may verify: the drafts' expected gain against the step's measured cost.
 
-SSSD bounds s_q by I_knee / batch (section 3.3); here both sides are measured while serving. A
-step of `bs` requests and `width` nodes each costs cost(bs * width) seconds and commits about
-bs + (the sum of the nodes' probabilities) tokens; the width with the most tokens a second
-wins, and width 1 is a plain decode step.
+SSSD bounds s_q by I_knee / batch (section 3.3): up to I_knee tokens a forward pass takes about as
+long as reading the weights, past it every token is paid for. Both sides are measured here. A step
+of `bs` requests and k drafted nodes costs cost(bs + k) seconds and commits about bs + (the sum of
+the nodes' probabilities) tokens; the k with the most tokens a second wins, and k = 0 is a plain
+decode step. The nodes are taken best first over the whole batch, so a request whose drafts are
+poor gets few of them or none. Past I_knee, where a wrong guess costs its full price, the promise
+must be better by SURE_GAIN; it is for text that was served before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,16 +15,48 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-# A speculative step must promise this much more than a plain one: pays for drafting and for
-# being wrong about either side.
+# A speculative step must promise this much more than a plain one: pays for being wrong about
+# either side.
 MIN_GAIN = 1.04
+# What a step past I_knee must promise over the best one below it.
+SURE_GAIN = 1.2
 _BINS = 12
 
 
-def candidate_widths(max_width: int) -> list[int]:
-    """The widths that a step may take, 1 first: few enough to learn each one's cost."""
-    steps = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
-    return [w for w in steps if w < max_width] + [max_width]
+def knee(costs: Mapping[int, float]) -> int:
+    """I_knee of a device: the token count where computing takes as long as reading the weights.
+
+    A pass of n tokens costs m (reading the weights) and n * c (computing), max(m, n * c) or the
+    sum, as far as the device overlaps the two. Either way n = m / c is where the roofline bends,
+    cost(1) is about m, and c is the slope where the counts are large; so this is cost(1) / slope,
+    with no factor to choose, and it serves GPUs (overlap) and CPUs (little of it) alike. Where
+    the sweep stays flat, I_knee is its largest count.
+
+    Args:
+        costs: seconds of a forward pass by its number of tokens, at least two counts.
+    """
+    counts = np.array(sorted(costs), dtype=np.float64)
+    seconds = np.array([costs[int(n)] for n in counts])
+    upper = counts >= counts[-1] / 4  # the largest counts: the compute-bound part, if any is
+    if upper.sum() < 2:
+        upper[-2:] = True
+    slope = float(np.polyfit(counts[upper], seconds[upper], 1)[0])
+    if slope * counts[-1] <= seconds[0]:
+        return int(counts[-1])
+    return max(1, round(float(seconds[0]) / slope))
+
+
+def token_grid(low: int, high: int) -> list[int]:
+    """The token counts above `low` and up to `high` that a step may have.
+
+    Every count to 16, then four an octave: few enough to learn each one's cost.
+    """
+    counts = list(range(1, 16))
+    octave = 16
+    while octave <= high:
+        counts += [octave, octave * 5 // 4, octave * 3 // 2, octave * 7 // 4]
+        octave *= 2
+    return [n for n in counts if low < n <= high]
 
 
 class CostModel:
@@ -121,34 +156,50 @@ def _bin(probs: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     return np.clip(octaves, 0, _BINS - 1).astype(np.int64)
 
 
-def choose_width(
+def choose_nodes(
     probs: Sequence[npt.NDArray[np.float64]],
-    widths: Sequence[int],
     cost: CostModel,
+    knee_tokens: int,
+    drafting_s: float = 0.0,
     min_gain: float = MIN_GAIN,
-) -> int:
-    """The verify width, root included, with the most expected tokens a second.
+    padded: bool = False,
+) -> npt.NDArray[np.int64]:
+    """How many of its nodes each request verifies, for the most expected tokens a second.
 
     Args:
         probs: for each request, its nodes' probabilities in the tree's order.
-        widths: the widths allowed, 1 first.
         cost: the cost of forward passes.
+        knee_tokens: I_knee of the device.
+        drafting_s: seconds that drafting takes, in `cost`'s unit; a plain step saves them.
         min_gain: how much better than a plain step a wider one must be.
+        padded: the pass runs as many nodes for every request as for the one with most.
+
+    Returns:
+        int64[bs], 0 for a request that decodes plainly.
     """
     bs = len(probs)
-    longest = max((len(p) for p in probs), default=0)
-    if longest == 0:
-        return 1
-    gains = np.zeros(longest + 1)
-    for p in probs:
-        cumulative = np.cumsum(p)
-        gains[1 : len(p) + 1] += cumulative
-        gains[len(p) + 1 :] += cumulative[-1] if len(p) else 0.0
-    best_width, best_rate = 1, min_gain * bs / cost.cost(bs)
-    for width in widths[1:]:
-        rate = (bs + gains[min(width - 1, longest)]) / cost.cost(bs * width)
+    none = np.zeros(bs, dtype=np.int64)
+    if sum(map(len, probs)) == 0:
+        return none
+    # A node is verified only with those before it in its tree, so it ranks no higher.
+    rank = np.concatenate([np.minimum.accumulate(p) for p in probs])
+    order = np.argsort(-rank, kind="stable")
+    gains = np.cumsum(np.concatenate(probs)[order])
+    plain_rate = min_gain * bs / cost.cost(bs)
+    best, best_rate = 0, plain_rate
+    past_knee = False
+    for tokens in token_grid(bs, bs + len(order)):
+        rate = (bs + gains[tokens - bs - 1]) / (cost.cost(tokens) + drafting_s)
+        if tokens > knee_tokens and not past_knee:
+            past_knee, best_rate = True, SURE_GAIN * best_rate
         if rate > best_rate:
-            best_width, best_rate = width, rate
-        if width > longest:
-            break
-    return best_width
+            best, best_rate = tokens - bs, rate
+    if not best:
+        return none
+    owners = np.repeat(np.arange(bs), [len(p) for p in probs])
+    nodes = np.bincount(owners[order[:best]], minlength=bs)
+    if padded:
+        tokens = bs * (1 + int(nodes.max()))
+        if (bs + gains[best - 1]) / (cost.cost(tokens) + drafting_s) <= plain_rate:
+            return none
+    return nodes

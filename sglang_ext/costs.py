@@ -1,20 +1,63 @@
-"""What a forward pass costs by the number of its tokens, measured at start-up."""
+"""What a forward pass costs by the number of its tokens: swept at start-up, kept for the next.
 
+One JSON file a model and device in ~/.cache/sglang-ext/knee, named after what it was measured
+for; delete it to measure again.
+"""
+
+import hashlib
+import json
 import logging
+import os
 import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from sglang_ext.budget import knee
+from sglang_ext.models.store import default_cache_dir
+
 logger = logging.getLogger(__name__)
 
-TOKEN_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+CPU_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# GPUs stay flat for longer: some 300 tokens in bf16.
+CUDA_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _REPEATS = 5
+# Past this a count has had its say; the sweep is not to delay the start.
+_SWEEP_S = 5.0
+
+
+def forward_costs(model: torch.nn.Module, identity: Mapping[str, Any]) -> dict[int, float]:
+    """Seconds of the model's linear layers by token count, from the cache or a sweep.
+
+    Args:
+        identity: what the figures hold for, besides the device: model, dtype and the like.
+    """
+    device = next(model.parameters()).device
+    identity = dict(identity) | {
+        "device": _device_name(device),
+        "threads": torch.get_num_threads() if device.type == "cpu" else 0,
+    }
+    path = _cache_file(identity)
+    costs = _read(path, identity)
+    if costs is None:
+        costs = measure_forward_cost(model, device)
+        _write(path, identity, costs)
+    logger.info(
+        "sglang-ext forward cost: %s ms for %s tokens, I_knee %d (%s)",
+        " / ".join(f"{1e3 * s:.3g}" for s in costs.values()),
+        " / ".join(map(str, costs)),
+        knee(costs),
+        path,
+    )
+    return costs
 
 
 @torch.inference_mode()
-def measure_forward_cost(model: torch.nn.Module) -> dict[int, float]:
-    """Seconds that the model's linear layers take for each of TOKEN_COUNTS tokens.
+def measure_forward_cost(model: torch.nn.Module, device: torch.device) -> dict[int, float]:
+    """Seconds that the model's linear layers take, by token count.
 
     The linear layers are nearly all of a small batch's forward pass, and the only part whose
     cost per token falls with the number of tokens; the worker corrects the rest as it serves.
@@ -23,24 +66,82 @@ def measure_forward_cost(model: torch.nn.Module) -> dict[int, float]:
     if hasattr(getattr(model, "lm_head", None), "quant_method"):
         layers.append(model.lm_head)
     features = [_input_size(layer) or layer.embedding_dim for layer in layers]
-    costs = dict.fromkeys(TOKEN_COUNTS, float("inf"))
-    for _ in range(_REPEATS):
-        # The counts take turns, so that a disturbance does not hit one of them alone.
-        for tokens in TOKEN_COUNTS:
-            inputs = {size: torch.randn(tokens, size) for size in set(features)}
-            start = time.perf_counter()
+    counts = CPU_COUNTS if device.type == "cpu" else CUDA_COUNTS
+    dtype = next(model.parameters()).dtype
+
+    def run(tokens: int) -> float:
+        inputs = {
+            size: torch.randn(tokens, size, dtype=dtype, device=device) for size in set(features)
+        }
+
+        def forward() -> None:
             for layer, size in zip(layers, features, strict=True):
                 layer.quant_method.apply(layer, inputs[size])
-            costs[tokens] = min(costs[tokens], time.perf_counter() - start)
-    logger.info(
-        "sglang-ext forward cost: %s ms for %s tokens",
-        " / ".join(f"{1e3 * costs[t]:.1f}" for t in TOKEN_COUNTS),
-        " / ".join(map(str, TOKEN_COUNTS)),
-    )
+
+        return _seconds(forward, device)
+
+    costs = dict.fromkeys(counts, float("inf"))
+    started = time.monotonic()
+    for repeat in range(_REPEATS):
+        # The counts take turns, so that a disturbance does not hit one of them alone.
+        for tokens in counts:
+            costs[tokens] = min(costs[tokens], run(tokens))
+        if repeat > 1 and time.monotonic() - started > _SWEEP_S:
+            break
     return costs
+
+
+def _seconds(forward: Callable[[], None], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        forward()
+        return time.perf_counter() - start
+    forward()  # so that no kernel is chosen or loaded within the measurement
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    forward()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 def _input_size(module: Any) -> int:
     """Input features of a linear layer, 0 for other modules."""
     size = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None)
     return int(size or 0)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return device.type
+
+
+def _cache_file(identity: Mapping[str, Any]) -> Path:
+    text = json.dumps(identity, sort_keys=True)
+    return default_cache_dir() / "knee" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def _read(path: Path, identity: Mapping[str, Any]) -> dict[int, float] | None:
+    """The stored costs; None where there are none that can be used."""
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        stored = json.loads(path.read_text())
+        costs = {int(n): float(s) for n, s in stored["seconds"].items()}
+        if stored["for"] == identity and len(costs) > 1 and all(s > 0 for s in costs.values()):
+            return costs
+    return None
+
+
+def _write(path: Path, identity: Mapping[str, Any], costs: Mapping[int, float]) -> None:
+    content = {"for": dict(identity), "I_knee": knee(costs), "seconds": costs}
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("the cost sweep is not kept for the next start: %s", error)

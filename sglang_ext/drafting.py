@@ -1,6 +1,7 @@
 """The worker's drafting half: whose drafter proposes what, and how much of it is verified."""
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,16 +9,21 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext import penalties
-from sglang_ext.budget import CostModel, candidate_widths, choose_width
+from sglang_ext.budget import CostModel, choose_nodes
 from sglang_ext.drafters import Drafter, DrafterContext, load
+from sglang_ext.metrics import BudgetLog, SpeculationMetrics
 from sglang_ext.requests import RequestTable, RunningRequest
 from sglang_ext.tree import PackedTrees, TokenTree
 
 logger = logging.getLogger(__name__)
 
+# Of the time of plain steps; drafting for a large batch takes as long as 5% of a step.
+DRAFTING_SHARE = 0.01
+_NO_PROBS = np.empty(0)
+
 
 class DraftPlanner:
-    """Asks the requests' drafters for trees and chooses the width of each verify step.
+    """Asks the requests' drafters for trees and chooses how much of each is verified.
 
     Args:
         context: what the drafters are told of the server.
@@ -26,6 +32,8 @@ class DraftPlanner:
         cost: measured cost of forward passes, for variable widths; None: every step is
             `max_width` wide, so that captured CUDA graphs serve them all.
         active: False on the tensor-parallel ranks that get their trees from rank 0.
+        knee: I_knee of the device in tokens (budget.py); None: not known.
+        metrics: where to report to; None: nowhere.
     """
 
     def __init__(
@@ -35,12 +43,20 @@ class DraftPlanner:
         max_requests: int,
         cost: CostModel | None,
         active: bool,
+        knee: int | None = None,
+        metrics: SpeculationMetrics | None = None,
     ):
         self._options = context.options
         self._vocab_size = context.vocab_size
         self._max_width = max_width
-        self._widths = candidate_widths(max_width)
+        self._active = active
         self.cost = cost
+        self.knee = context.options.budget_knee or knee
+        self.metrics = metrics
+        self._log = BudgetLog()
+        # Seconds that drafting may still take; see _may_draft.
+        self._drafting_credit = 0.0
+        self._drafting_s = 0.0
         names = context.options.loaded_drafters()
         self.drafters: dict[str, Drafter] = (
             {name: load(name, context) for name in names} if active else {}
@@ -49,12 +65,35 @@ class DraftPlanner:
             self.drafters, names, context.options.drafter, max_width - 1, max_requests
         )
 
-    def plan(self, running: Sequence[RunningRequest]) -> tuple[list[TokenTree], int]:
-        """Each request's tree, and the width to verify them at; width 1 is a plain step."""
+    def plan(
+        self, running: Sequence[RunningRequest], padded: bool = False
+    ) -> tuple[list[TokenTree], int]:
+        """Each request's tree, and the width to verify them at; width 1 is a plain step.
+
+        Args:
+            padded: the forward pass will run `width` nodes of every request.
+        """
+        if self.cost is None and self.metrics is not None:
+            self._observe_late(self.metrics, running)
         trees = [TokenTree.empty()] * len(running)
-        for drafter in self.drafters.values():
-            self._propose(drafter, running, trees)
-        return trees, self._choose_width(running, trees)
+        if self._may_draft():
+            start = time.perf_counter()
+            for drafter in self.drafters.values():
+                self._propose(drafter, running, trees)
+            trees = self._cut(running, trees, padded)
+            self._note_drafting(time.perf_counter() - start)
+        if any(map(len, trees)):
+            # What pays is not rationed.
+            self._drafting_credit = 0.0
+        width = 1 + max(map(len, trees)) if self.cost is not None else self._max_width
+        self._report(running, trees)
+        return trees, width
+
+    def note_step(self, tokens: int, seconds: float) -> None:
+        """A forward pass over `tokens` tokens, and all that belongs to it, took `seconds`."""
+        if self.cost is not None:
+            self.cost.observe(tokens, seconds)
+            self._drafting_credit = min(0.0, self._drafting_credit + DRAFTING_SHARE * seconds)
 
     def observe(
         self,
@@ -70,10 +109,13 @@ class DraftPlanner:
         """
         on_path = np.zeros(packed.tokens.shape, dtype=bool)
         on_path.reshape(-1)[accept_index[accept_index >= 0]] = True
-        for b, (request, tree) in enumerate(zip(running, trees, strict=True)):
-            n = int(packed.sizes[b]) - 1
-            if n:
-                request.calibration.observe(tree.probs[:n], on_path[b, 1 : n + 1])
+        verified = [b for b in range(len(running)) if packed.sizes[b] > 1]
+        accepted = [on_path[b, 1 : packed.sizes[b]] for b in verified]
+        for b, mask in zip(verified, accepted, strict=True):
+            running[b].calibration.observe(trees[b].probs[: len(mask)], mask)
+            self._log.note_accepted(int(mask.sum()))
+        if self.metrics is not None and verified:
+            self.metrics.note_verified([trees[b] for b in verified], accepted)
 
     def corpus_drafter(self) -> Any:
         """The loaded drafter that keeps named corpora.
@@ -101,17 +143,61 @@ class DraftPlanner:
             # A drafter must not take the scheduler down with it: this step goes undrafted.
             logger.exception("drafter %s failed to propose", type(drafter).__name__)
 
-    def _choose_width(self, running: Sequence[RunningRequest], trees: Sequence[TokenTree]) -> int:
-        if self.cost is None:
-            return self._max_width
-        longest = max(len(tree) for tree in trees)
-        if self._options.budget == "fixed" or longest == 0:
-            return min(longest + 1, self._max_width)
+    def _observe_late(
+        self, metrics: SpeculationMetrics, running: Sequence[RunningRequest]
+    ) -> None:
+        """Where the step's result stays on the device: report what was committed since."""
+        trees, accepted = [], []
+        for r in running:
+            if r.verified is not None and len(r.draft.output) > r.drafted_at:
+                trees.append(r.verified)
+                accepted.append(r.verified.path(r.draft.output[r.drafted_at :]))
+        if trees:
+            metrics.note_verified(trees, accepted)
+
+    def _may_draft(self) -> bool:
+        """While drafts do not pay, drafting takes no more than DRAFTING_SHARE of the time."""
+        rationed = self.cost is not None and self._options.budget == "auto"
+        return not rationed or self._drafting_credit >= 0.0
+
+    def _note_drafting(self, seconds: float) -> None:
+        self._drafting_s = 0.9 * self._drafting_s + 0.1 * seconds if self._drafting_s else seconds
+        self._drafting_credit -= min(seconds, 2 * self._drafting_s)
+        if self.metrics is not None:
+            self.metrics.note_drafting(seconds)
+
+    def _cut(
+        self, running: Sequence[RunningRequest], trees: Sequence[TokenTree], padded: bool
+    ) -> list[TokenTree]:
+        """The trees' nodes that pay for themselves."""
+        if self.cost is None or self._options.budget == "fixed":
+            return [tree.first(self._max_width - 1) for tree in trees]
         probs = [
-            request.calibration(tree.probs) if len(tree) else np.empty(0)
+            request.calibration(tree.probs) if len(tree) else _NO_PROBS
             for request, tree in zip(running, trees, strict=True)
         ]
-        return choose_width(probs, self._widths, self.cost)
+        knee = self.knee or self._max_width * len(running)
+        nodes = choose_nodes(probs, self.cost, knee, self._drafting_s, padded=padded)
+        return [tree.first(int(n)) for tree, n in zip(trees, nodes, strict=True)]
+
+    def _report(self, running: Sequence[RunningRequest], trees: Sequence[TokenTree]) -> None:
+        if not self._active:
+            return
+        sizes = [len(tree) for tree in trees]
+        self._log.note_step(sizes, self.knee)
+        if self.cost is None and self.metrics is not None:
+            for request, tree in zip(running, trees, strict=True):
+                request.verified = tree if len(tree) else None
+                request.drafted_at = len(request.draft.output)
+        if self.metrics is None:
+            return
+        self.metrics.note_width(1 + sum(sizes) / len(sizes))
+        if self.metrics.gauges_due():
+            if self.knee is not None:
+                self.metrics.set_budget(self.knee, len(running))
+            for drafter in self.drafters.values():
+                if hasattr(drafter, "datastore"):
+                    self.metrics.set_datastore(drafter.datastore.info())
 
 
 def _depth(running: RunningRequest) -> int:

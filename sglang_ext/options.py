@@ -6,12 +6,14 @@ SGLang's scheduler runs in processes of its own, so the flags travel as environm
 
 import argparse
 import os
+import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
 
 ENV_PREFIX = "SGLANG_EXT_"
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
+_HEADER_NAME = r"[A-Za-z0-9-]*"
 
 
 class OptionError(ValueError):
@@ -32,10 +34,23 @@ class Options:
     drafters: str = _option(
         "", "further drafters to load, comma-separated, that requests may choose"
     )
-    datastore: str = _option("", "datastore file or folder to start from; empty: start cold")
+    datastore: str = _option(
+        "", "folder of the durable datastore, made if it is not there; empty: memory only"
+    )
     live_ingest: bool = _option(True, "let finished outputs join the datastore")
     datastore_max_tokens: int = _option(
-        8_000_000, "tokens the live datastore holds at most, oldest dropped first", low=1024
+        0,
+        "served tokens that the datastore holds at most, oldest dropped first; "
+        "0: 8 million in memory, 8 x 512 million in a folder",
+        low=0,
+    )
+    datastore_fold_tokens: int = _option(
+        1 << 20, "tokens after which the datastore's log becomes a sub-index file", low=1
+    )
+    namespace_header: str = _option(
+        "x-sglang-ext-namespace",
+        "HTTP header that names a request's namespace; empty: custom_params.namespace only",
+        pattern=_HEADER_NAME,
     )
     prefix_length: int = _option(8, "SSSD: longest matched prefix, P", low=1, high=12)
     branch_length: int = _option(
@@ -49,6 +64,12 @@ class Options:
         "nodes verified per request: auto (measured gain against measured cost) or fixed "
         "(always --speculative-num-draft-tokens)",
         choices=("auto", "fixed"),
+    )
+    budget_knee: int = _option(
+        0,
+        "I_knee: tokens of a forward pass past which a batch verifies only sure drafts; "
+        "0: measured at start-up",
+        low=0,
     )
     oracle_file: str = _option(
         "", "JSONL of token id lists that the drafter 'oracle' proposes (for checks)"
@@ -116,6 +137,9 @@ def _parse(option, text: str, source: str):
     choices = option.metadata.get("choices")
     if choices and text not in choices:
         raise OptionError(f"{source}={text!r}: expected one of {', '.join(choices)}")
+    pattern = option.metadata.get("pattern")
+    if pattern and not re.fullmatch(pattern, text):
+        raise OptionError(f"{source}={text!r}: expected letters, digits and hyphens")
     return text
 
 

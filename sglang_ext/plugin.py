@@ -1,6 +1,9 @@
 """What SGLang calls in every process at start (entry-point group `sglang.srt.plugins`)."""
 
 import logging
+import multiprocessing
+import os
+from functools import cache
 from typing import Any
 
 from sglang_ext.options import Options
@@ -33,6 +36,8 @@ def register() -> None:
     _check_request_options()
     _open_corpus_endpoints()
     _widen_request_rows()
+    if multiprocessing.parent_process() is None:
+        _add_routes()
 
 
 def _worker_class(server_args: Any) -> type:
@@ -77,7 +82,10 @@ def _resolve_server_args(server_args: Any) -> None:
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
+    from sglang_ext.api import protocol
+
     Options.from_env()  # a wrong value ends the start here, with one clear line
+    protocol.make_folder()
     cfg = resolving_view(server_args)
     if cfg.device not in ("cuda", "cpu"):
         raise ValueError(f"{ALGORITHM} runs on cuda and cpu, not on --device {cfg.device}")
@@ -113,13 +121,21 @@ def _check_request_options() -> None:
     """Refuse bad custom_params where a client gets a 400 for it, before the scheduler sees it."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sglang_ext.api.namespaces import with_header
     from sglang_ext.requests import RequestOptions
+
+    @cache
+    def options() -> Options:
+        return Options.from_env()
 
     def verify(_result: None, params: Any, *_args: Any, **_kwargs: Any) -> None:
         from sglang.srt.runtime_context import get_spec
 
-        if params.custom_params and get_spec().speculative_algorithm == ALGORITHM:
-            RequestOptions.parse(params.custom_params, Options.from_env().loaded_drafters())
+        if get_spec().speculative_algorithm != ALGORITHM:
+            return
+        params.custom_params = with_header(params.custom_params, options().namespace_header)
+        if params.custom_params:
+            RequestOptions.parse(params.custom_params, options().loaded_drafters())
 
     HookRegistry.register(
         "sglang.srt.sampling.sampling_params.SamplingParams.verify", verify, HookType.AFTER
@@ -138,6 +154,38 @@ def _open_corpus_endpoints() -> None:
         return _AsNgram(spec) if spec.speculative_algorithm == ALGORITHM else spec
 
     tokenizer_control_mixin.get_spec = get_spec
+
+    mixin = tokenizer_control_mixin.TokenizerControlMixin
+    add = mixin.add_external_corpus
+
+    async def add_external_corpus(manager: Any, request: Any) -> Any:
+        if original().speculative_algorithm != ALGORITHM:
+            return await add(manager, request)
+        from sglang_ext.api import corpora
+
+        limit = original().speculative_ngram_external_corpus_max_tokens
+        return await corpora.add_external_corpus(manager.tokenizer, request, limit)
+
+    mixin.add_external_corpus = add_external_corpus
+
+
+def _add_routes() -> None:
+    """Our HTTP routes, in the process that serves HTTP and if it serves this algorithm."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def extend(server_args: Any, *_args: Any, **_kwargs: Any) -> None:
+        if server_args.speculative_algorithm != ALGORITHM:
+            return
+        from sglang.srt.entrypoints.http_server import app as served
+
+        from sglang_ext.api import app
+
+        app.extend(served, Options.from_env().namespace_header)
+        os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", app.APP_PATH)
+
+    HookRegistry.register(
+        "sglang.srt.entrypoints.http_server._setup_and_run_http_server", extend, HookType.BEFORE
+    )
 
 
 class _AsNgram:

@@ -64,12 +64,12 @@ def check_port(host: str, port: int) -> None:
 def _check_datastore(argv: Sequence[str], path: str) -> None:
     from transformers import AutoTokenizer
 
-    from datastores import Datastore, DatastoreError
+    from datastores import DatastoreError, check_folder
     from sglang_ext.tokenizers import fingerprint
 
     tokenizer_path = flag_value(argv, "--tokenizer-path", "--model-path", "--model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-        Datastore.load(path, tokenizer_fingerprint=fingerprint(tokenizer)).close()
+        check_folder(path, fingerprint(tokenizer))
     except DatastoreError as error:
         raise PreflightError(f"--datastore: {error}") from None

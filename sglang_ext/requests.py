@@ -1,17 +1,25 @@
 """The requests that are decoding, and what each one asked of speculation."""
 
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.budget import Calibration
 from sglang_ext.drafters import NO_DRAFTER, Drafter, DraftRequest
+from sglang_ext.tree import TokenTree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
+
+
+DEFAULT_NAMESPACE = "default"
+_NAMESPACE = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
+# What a file name, a log line and a URL can all carry; request ids are shorter.
+_INGEST_NAME = re.compile(r"[!-~]{1,256}")
 
 
 class RequestOptionError(ValueError):
@@ -26,11 +34,15 @@ class RequestOptions:
         drafter: name of a loaded drafter, or "none" for plain decoding; None: the server's.
         draft_length: most nodes drafted per step, 0 for plain decoding; None: the server's.
         ingest: whether its finished output may join the datastore.
+        namespace: whose served outputs it reads and joins, beside the shared corpora.
+        ingest_name: the name under which its output can be deleted; None: the request's id.
     """
 
     drafter: str | None = None
     draft_length: int | None = None
     ingest: bool = True
+    namespace: str = DEFAULT_NAMESPACE
+    ingest_name: str | None = None
 
     @classmethod
     def parse(cls, params: Mapping[str, Any] | None, drafters: Iterable[str]) -> "RequestOptions":
@@ -55,7 +67,38 @@ class RequestOptions:
             )
         if not isinstance(ingest, bool):
             raise RequestOptionError(f"custom_params.ingest must be true or false, got {ingest!r}")
-        return cls(drafter, length, ingest)
+        namespace = params.get("namespace")
+        if namespace is not None:
+            check_namespace(namespace, "custom_params.namespace")
+        name = params.get("ingest_name")
+        if name is not None and not (isinstance(name, str) and _INGEST_NAME.fullmatch(name)):
+            raise RequestOptionError(
+                "custom_params.ingest_name must be 1 to 256 visible ASCII characters, got "
+                + shown(name)
+            )
+        return cls(drafter, length, ingest, namespace or DEFAULT_NAMESPACE, name)
+
+
+def check_namespace(name: Any, field: str) -> str:
+    """`name`, if it can name a namespace.
+
+    Args:
+        field: what to call it in the message.
+
+    Raises:
+        RequestOptionError: it cannot.
+    """
+    if isinstance(name, str) and _NAMESPACE.fullmatch(name):
+        return name
+    raise RequestOptionError(
+        f"{field} must be 1 to 128 characters of A-Z a-z 0-9 . _ : @ -, got {shown(name)}"
+    )
+
+
+def shown(value: Any) -> str:
+    """A client's value for a message: quoted, and not longer than a line."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
 
 
 @dataclass
@@ -71,6 +114,10 @@ class RunningRequest:
     drafter: Drafter | None
     max_nodes: int
     calibration: Calibration
+    verified: TokenTree | None = None
+    """Its tree in the last step, until what became of it is known (overlap only)."""
+    drafted_at: int = 0
+    """Length of the output when that tree was drafted."""
 
     @property
     def remaining_tokens(self) -> int:

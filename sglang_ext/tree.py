@@ -23,11 +23,14 @@ class TokenTree:
         parents: int32[n], the index of each node's parent in these arrays; -1 is the root.
         probs: float32[n], the drafter's estimate that the target's output passes through the
             node (the product along its path, so it never grows from parent to child).
+        sources: int8[n], a bit mask of where each node comes from (datastores' SOURCE_ bits);
+            None: the drafter does not say.
     """
 
     tokens: npt.NDArray[np.int64]
     parents: npt.NDArray[np.int32]
     probs: npt.NDArray[np.float32]
+    sources: npt.NDArray[np.int8] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -51,7 +54,8 @@ class TokenTree:
         """The subtree of the first `n` nodes."""
         if n >= len(self):
             return self
-        return TokenTree(self.tokens[:n], self.parents[:n], self.probs[:n])
+        sources = None if self.sources is None else self.sources[:n]
+        return TokenTree(self.tokens[:n], self.parents[:n], self.probs[:n], sources)
 
     def depths(self) -> npt.NDArray[np.int32]:
         """int32[n], 1 for the root's children."""
@@ -70,11 +74,18 @@ class TokenTree:
             self.tokens[keep],
             np.where(parents == NO_PARENT, NO_PARENT, new_index[parents]).astype(np.int32),
             self.probs[keep],
+            None if self.sources is None else self.sources[keep],
         )
+
+    def path(self, tokens: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """bool[n], the nodes that an output continuing with `tokens` passes through."""
+        return _path(self.tokens, self.parents, np.asarray(tokens, dtype=np.int64))
 
     def check(self, vocab_size: int) -> None:
         """Raise ValueError, naming the field, if this is not a tree over `vocab_size` tokens."""
         n = len(self.tokens)
+        if self.sources is not None and len(self.sources) != n:
+            raise ValueError(f"sources must be as many as tokens, {n}, got {len(self.sources)}")
         if len(self.parents) != n or len(self.probs) != n:
             raise ValueError(
                 f"tokens, parents and probs must have one length, got {n}, "
@@ -122,6 +133,10 @@ class PackedTrees:
     def width(self) -> int:
         return self.tokens.shape[1]
 
+    def nodes(self) -> npt.NDArray[np.int64]:
+        """The flat indices (row * width + node) of all that is not padding."""
+        return np.flatnonzero(np.arange(self.width) < self.sizes[:, None])
+
 
 def pack(roots: Sequence[int], trees: Sequence[TokenTree], width: int) -> PackedTrees:
     """Pack `trees` below their `roots` into arrays of `width` nodes a request.
@@ -148,6 +163,17 @@ def _depths(parents):
     for i in range(len(parents)):
         depths[i] = 1 if parents[i] < 0 else depths[parents[i]] + 1
     return depths
+
+
+@numba.njit(cache=True, nogil=True)
+def _path(tokens, parents, output):
+    on_path = np.zeros(len(tokens), dtype=np.bool_)
+    node, depth = -1, 0
+    for i in range(len(tokens)):
+        if depth < len(output) and parents[i] == node and tokens[i] == output[depth]:
+            on_path[i] = True
+            node, depth = i, depth + 1
+    return on_path
 
 
 @numba.njit(cache=True, nogil=True)

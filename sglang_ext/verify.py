@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
@@ -45,6 +46,7 @@ def accept_on_host(
     sampling_info: "SamplingBatchInfo",
     positions: torch.Tensor,
     sampler: Any,
+    nodes: npt.NDArray[np.int64] | None = None,
 ) -> Accepted:
     """The exact rule for logits on the host: only nodes on the accepted path are sampled.
 
@@ -52,10 +54,16 @@ def accept_on_host(
         logits: float[bs * width, vocab], penalties, bias and grammar already applied.
         positions: int64[bs * width], each node's position in its sequence.
         sampler: SGLang's layers/sampler.py Sampler.
+        nodes: int64[T], the flat indices of the nodes that `logits` has rows for, if not of
+            all; greedy requests only.
     """
     bs, width = trees.tokens.shape
     if sampling_info.is_all_greedy:
-        predicted = torch.argmax(logits, dim=-1).numpy().reshape(bs, width)
+        predicted = torch.argmax(logits, dim=-1).numpy()
+        if nodes is not None:
+            rows, predicted = predicted, np.zeros(bs * width, dtype=np.int64)
+            predicted[nodes] = rows
+        predicted = predicted.reshape(bs, width)
         index, lens = walk(trees.tokens, trees.next_token, trees.next_sibling, predicted)
     else:
         predicted, index, lens = _sample_walk(logits, trees, sampling_info, positions, sampler)

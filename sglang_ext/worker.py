@@ -6,20 +6,31 @@ adds: drafters behind a protocol, exact sampling and penalties, a verify width c
 and plain decode steps where drafts do not pay.
 """
 
+import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.runtime_context import get_device, get_parallel, get_schedule, get_spec
+from sglang.srt.runtime_context import (
+    get_device,
+    get_observability,
+    get_parallel,
+    get_schedule,
+    get_serving,
+    get_spec,
+)
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
@@ -34,10 +45,12 @@ from sglang.srt.speculative.spec_utils import (
 from sglang.srt.utils import broadcast_pyobj
 
 from sglang_ext import penalties
-from sglang_ext.budget import CostModel
-from sglang_ext.costs import measure_forward_cost
+from sglang_ext.api import control
+from sglang_ext.budget import CostModel, knee
+from sglang_ext.costs import forward_costs
 from sglang_ext.drafters import DrafterContext
 from sglang_ext.drafting import DraftPlanner
+from sglang_ext.metrics import SpeculationMetrics
 from sglang_ext.options import Options
 from sglang_ext.requests import RunningRequest
 from sglang_ext.tokenizers import fingerprint
@@ -91,15 +104,20 @@ class SpeculativeWorker(BaseSpecWorker):
             tokenizer_fingerprint=fingerprint(self._target_worker.tokenizer),
             eos_token_ids=frozenset(self.model_runner.model_config.hf_eos_token_id or ()),
         )
-        model = self.model_runner.model
+        costs = self._forward_costs()
+        # The other ranks get rank 0's trees: timing must not tell ranks apart.
+        active = get_parallel().tp_rank == 0
         self.planner = DraftPlanner(
             context,
             self.speculative_num_draft_tokens,
             4 * self.model_runner.max_running_requests,
-            CostModel(measure_forward_cost(model)) if self.on_host else None,
-            # The other ranks get rank 0's trees: timing must not tell ranks apart.
-            active=get_parallel().tp_rank == 0,
+            CostModel(costs) if self.on_host else None,
+            active=active,
+            knee=knee(costs) if costs else None,
+            metrics=self._metrics() if active and get_observability().enable_metrics else None,
         )
+        rank = get_parallel().dp_rank or 0
+        self.control = control.serve(self.planner.drafters.values(), rank) if active else None
         logger.info(
             "sglang-ext drafters: %s (default %s), up to %d nodes a step, budget %s",
             ", ".join(self.planner.drafters) or "none",
@@ -107,6 +125,31 @@ class SpeculativeWorker(BaseSpecWorker):
             self.speculative_num_draft_tokens,
             self.options.budget,
         )
+
+    def _forward_costs(self) -> dict[int, float]:
+        """Seconds of a forward pass by token count; empty where they cannot be measured."""
+        config = self.model_runner.model_config
+        identity = {
+            "model": config.model_path,
+            "config": hashlib.sha256(config.hf_config.to_json_string().encode()).hexdigest()[:16],
+            "dtype": str(self.model_runner.dtype),
+            "prepacked": os.environ.get("SGLANG_EXT_CPU_PREPACK", "1"),
+            "tp_size": get_parallel().tp_size,
+        }
+        try:
+            return forward_costs(self.model_runner.model, identity)
+        except Exception:
+            if self.on_host:
+                raise
+            # On a GPU the costs only inform: widths are fixed by the captured graphs.
+            logger.warning("the cost of forward passes is not measured", exc_info=True)
+            return {}
+
+    def _metrics(self) -> SpeculationMetrics:
+        labels = {"model_name": get_serving().served_model_name}
+        if get_parallel().dp_rank is not None:
+            labels["dp_rank"] = str(get_parallel().dp_rank)
+        return SpeculationMetrics(labels)
 
     def clear_cache_pool(self) -> None:
         """/flush_cache: forget running requests; what was learned from finished ones stays."""
@@ -182,7 +225,11 @@ class SpeculativeWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, running: Sequence[RunningRequest]
     ) -> tuple[list[TokenTree], int]:
         plain = [TokenTree.empty()] * len(running), 1
-        trees, width = plain if self._must_decode_plainly(batch) else self.planner.plan(running)
+        trees, width = (
+            plain
+            if self._must_decode_plainly(batch)
+            else self.planner.plan(running, padded=not self._ragged)
+        )
         if get_parallel().tp_size > 1:
             group = self.model_runner.tp_group
             trees, width = broadcast_pyobj(
@@ -211,6 +258,7 @@ class SpeculativeWorker(BaseSpecWorker):
         on_publish,
     ) -> GenerationBatchResult:
         """One token a request through SGLang's own decode and sampler."""
+        start = time.perf_counter()
         slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices, batch.seq_lens]
         new_seq_lens = batch.seq_lens + 1
         batch.input_ids = torch.tensor(roots, dtype=torch.int64, device=self.device)
@@ -221,10 +269,8 @@ class SpeculativeWorker(BaseSpecWorker):
         batch.seq_lens_sum = None
         batch.spec_info = None
         self._set_exact_penalties(batch, running)
-        start = time.perf_counter()
         result = self._target_worker.forward_batch_generation(batch)
-        if self.planner.cost is not None:
-            self.planner.cost.observe(len(running), time.perf_counter() - start)
+        self.planner.note_step(len(running), time.perf_counter() - start)
         if on_publish is not None:
             on_publish(new_seq_lens)
         logits = result.logits_output
@@ -254,14 +300,22 @@ class SpeculativeWorker(BaseSpecWorker):
         trees: Sequence[TokenTree],
         on_publish,
     ) -> GenerationBatchResult:
-        verify_input = self._prepare_verify(batch, packed)
         start = time.perf_counter()
+        verify_input, positions = self._prepare_verify(batch, packed)
+        slots = batch.out_cache_loc
+        nodes = packed.nodes() if self._ragged else None
+        if nodes is not None:
+            self._leave_padding_out(batch, verify_input, torch.from_numpy(nodes))
+        forwarded = len(batch.input_ids)
         result = self._target_worker.forward_batch_generation(batch, is_verify=True)
-        if self.planner.cost is not None:
-            self.planner.cost.observe(packed.tokens.size, time.perf_counter() - start)
+        batch.out_cache_loc = slots
         logits_output = result.logits_output
-        self._adjust_logits(logits_output.next_token_logits, batch, running, packed)
-        accepted = self._accept(logits_output.next_token_logits, batch, packed, verify_input)
+        if nodes is not None and self._needs_every_row(batch, running):
+            self._put_padding_back(logits_output, packed, torch.from_numpy(nodes))
+            nodes = None
+        logits = logits_output.next_token_logits
+        self._adjust_logits(logits, batch, running, packed)
+        accepted = self._accept(logits, batch, packed, verify_input, positions, nodes)
         self._commit(batch, accepted, packed.width)
         if batch.return_logprob:
             compute_spec_logprobs(
@@ -272,6 +326,7 @@ class SpeculativeWorker(BaseSpecWorker):
             on_publish(new_seq_lens)
         if self.on_host:
             self.planner.observe(running, trees, packed, accepted.accept_index.numpy())
+            self.planner.note_step(forwarded, time.perf_counter() - start)
         tokens = accepted.predict[accepted.accept_index.long()]
         return self._result(
             logits_output,
@@ -282,15 +337,66 @@ class SpeculativeWorker(BaseSpecWorker):
             new_seq_lens,
         )
 
-    def _prepare_verify(self, batch: ScheduleBatch, packed: PackedTrees) -> NgramVerifyInput:
+    @cached_property
+    def _ragged(self) -> bool:
+        """Whether a verify step can leave the padding out: our own attention backend must run
+        it, and nothing else that counts on equally many nodes per request."""
+        if not self.on_host:
+            return False
+        from sglang_ext.cpu.attention import TreeAttentionBackend
+
+        runner = self.model_runner
+        return (
+            isinstance(runner.attn_backend, TreeAttentionBackend)
+            and not runner.model_config.model_is_mrope
+            and runner.lora_manager is None
+        )
+
+    @staticmethod
+    def _leave_padding_out(
+        batch: ScheduleBatch, verify_input: NgramVerifyInput, nodes: torch.Tensor
+    ) -> None:
+        """Run the forward pass over the trees' real nodes (flat indices) only."""
+        batch.input_ids = batch.input_ids[nodes]
+        batch.out_cache_loc = batch.out_cache_loc[nodes]
+        verify_input.positions = verify_input.positions[nodes]
+        verify_input.nodes = nodes.numpy()  # read by cpu/attention.py
+
+    @staticmethod
+    def _put_padding_back(
+        logits_output: LogitsProcessorOutput, packed: PackedTrees, nodes: torch.Tensor
+    ) -> None:
+        """Bring the logits of `nodes` to their places; rows of padding hold anything."""
+        logits = logits_output.next_token_logits
+        padded = logits.new_empty(packed.tokens.size, logits.shape[1])
+        padded[nodes] = logits
+        logits_output.next_token_logits = padded
+
+    @staticmethod
+    def _needs_every_row(batch: ScheduleBatch, running: Sequence[RunningRequest]) -> bool:
+        """Whether logits are needed at their nodes' places, not only where the argmax is."""
+        info = batch.sampling_info
+        return bool(
+            batch.return_logprob
+            or batch.has_grammar
+            or info.logit_bias is not None
+            or not info.is_all_greedy
+            or any(penalties.is_penalized(r.req) for r in running)
+        )
+
+    def _prepare_verify(
+        self, batch: ScheduleBatch, packed: PackedTrees
+    ) -> tuple[NgramVerifyInput, torch.Tensor]:
+        """Make `batch` a verify batch; returns its input and int64[bs * width] positions."""
         bs, width = packed.tokens.shape
         tokens = self._to_device(packed.tokens.reshape(-1))
         depths = self._to_device(packed.depths)
         mask = self._to_device(packed.mask)
+        positions = (batch.seq_lens.unsqueeze(1) + depths).flatten()
         verify_input = NgramVerifyInput(
             draft_token=tokens,
             custom_mask=mask.flatten() if self.on_host else self._full_mask(batch, mask),
-            positions=(batch.seq_lens.unsqueeze(1) + depths).flatten(),
+            positions=positions,
             retrieve_index=torch.arange(bs * width, device=self.device).view(bs, width),
             retrieve_next_token=self._to_device(packed.next_token),
             retrieve_next_sibling=self._to_device(packed.next_sibling),
@@ -309,7 +415,7 @@ class SpeculativeWorker(BaseSpecWorker):
         )
         prepare_mamba_track_for_verify(batch)
         batch.spec_info = verify_input
-        return verify_input
+        return verify_input, positions
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
@@ -358,11 +464,12 @@ class SpeculativeWorker(BaseSpecWorker):
         if batch.sampling_info.logit_bias is not None:
             logits += batch.sampling_info.logit_bias.repeat_interleave(packed.width, dim=0)
 
-    def _accept(self, logits, batch, packed: PackedTrees, verify_input) -> Accepted:
-        positions = verify_input.positions
+    def _accept(
+        self, logits, batch, packed: PackedTrees, verify_input, positions, nodes
+    ) -> Accepted:
         sampler = self.model_runner.sampler
         if self.on_host:
-            return accept_on_host(logits, packed, batch.sampling_info, positions, sampler)
+            return accept_on_host(logits, packed, batch.sampling_info, positions, sampler, nodes)
         group = get_parallel().tp_group
         return accept_on_device(
             logits, verify_input, batch.sampling_info, positions, sampler, group

@@ -90,7 +90,9 @@ def verify_slots(batch: "ForwardBatch") -> VisibleSlots:
     """The nodes of draft trees: each sees its request's sequence, its ancestors and itself.
 
     Reads `spec_info.draft_token_num` (n) and `spec_info.custom_mask`: bool [bs * n * n], row =
-    query node, column = node it sees, parents before their children (None: a chain).
+    query node, column = node it sees, parents before their children (None: a chain). Where
+    `spec_info.nodes` is set (int64 [T], indices into bs * n, ascending), only these nodes are in
+    the forward pass; every node that they see must be among them.
 
     Raises:
         ValueError: if the mask has another size (a full mask, say, as GPU backends take).
@@ -106,14 +108,19 @@ def verify_slots(batch: "ForwardBatch") -> VisibleSlots:
             f"tree_cpu: custom_mask has {mask.numel()} entries; expected the tree part only, "
             f"batch * nodes * nodes = {bs} * {n} * {n} = {bs * n * n}."
         )
-    node, seen = np.nonzero(tree)
-    extra_count = tree.sum(1)
-    slots = _int64(batch.out_cache_loc)
+    nodes = getattr(batch.spec_info, "nodes", None)
+    if nodes is None:
+        nodes = np.arange(bs * n)
+    request = nodes // n
+    slots = np.zeros(bs * n, np.int64)
+    slots[nodes] = _int64(batch.out_cache_loc)
+    node, seen = np.nonzero(tree[nodes])
+    extra_count = tree[nodes].sum(1)
     return VisibleSlots(
-        np.repeat(_int64(batch.req_pool_indices), n),
-        np.repeat(_encoder_lens(batch), n),
-        np.repeat(_int64(batch.seq_lens), n),
-        slots[node - node % n + seen],
+        _int64(batch.req_pool_indices)[request],
+        _encoder_lens(batch)[request],
+        _int64(batch.seq_lens)[request],
+        slots[request[node] * n + seen],
         np.cumsum(extra_count) - extra_count,
         extra_count,
     )

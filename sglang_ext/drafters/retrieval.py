@@ -6,7 +6,7 @@ Source: SSSD (arXiv 2411.05894), Algorithms 1-3; the data structures are in `dat
 import logging
 from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from datastores import (
     warm_up,
 )
 from sglang_ext.drafters import DrafterContext, DraftRequest
+from sglang_ext.requests import DEFAULT_NAMESPACE
 from sglang_ext.tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -48,26 +49,41 @@ class RetrievalDrafter:
         )
 
     def start(self, request: DraftRequest) -> None:
-        """Index the prompt and what has been written so far."""
+        """Index the prompt; the output is indexed when it is searched."""
         trie = InputTrie(self.config)
         trie.extend(np.asarray(request.prompt, dtype=np.int64))
-        trie.extend(np.asarray(request.output, dtype=np.int64))
         request.state = trie
 
     def observe(self, request: DraftRequest, tokens: Sequence[int]) -> None:
-        """Index the committed tokens."""
-        request.state.extend(np.asarray(tokens, dtype=np.int64))
+        """Nothing to do: one call indexes the tokens of several plain steps."""
 
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
-        """The likeliest continuations of each request, best first."""
-        drafts = retrieve([r.state for r in requests], self.datastore, max_nodes, self.config)
-        return [TokenTree(d.tokens.astype(np.int64), d.parents, d.probs) for d in drafts]
+        """The likeliest continuations of each request, best first.
+
+        A request's drafts come from its own tokens, the shared corpora, and what its namespace
+        was served before.
+        """
+        for request in requests:
+            trie = request.state
+            trie.extend(request.output[len(trie) - len(request.prompt) :])
+        snapshots = {name: self.datastore.snapshot(name) for name in map(namespace_of, requests)}
+        drafts = retrieve(
+            [r.state for r in requests],
+            [snapshots[namespace_of(r)] for r in requests],
+            max_nodes,
+            self.config,
+        )
+        return [TokenTree(d.tokens.astype(np.int64), d.parents, d.probs, d.sources) for d in drafts]
 
     def finish(self, request: DraftRequest, completed: bool) -> None:
-        """Let the finished output join the datastore."""
+        """Let the finished output join its namespace, under the name it can be deleted by."""
         request.state = None
         if self.ingests and completed and request.params.get("ingest", True):
-            self.datastore.add([*request.prompt[-PROMPT_TAIL:], *request.output])
+            self.datastore.add(
+                [*request.prompt[-PROMPT_TAIL:], *request.output],
+                namespace=namespace_of(request),
+                name=request.params.get("ingest_name") or request.rid,
+            )
 
     def add_corpus(self, name: str, chunks: Sequence[Sequence[int]]) -> int:
         """Serve a named corpus beside the live outputs; returns its number of tokens.
@@ -93,22 +109,25 @@ class RetrievalDrafter:
         return self.datastore.list_corpora()
 
 
+def namespace_of(request: DraftRequest) -> str:
+    """Whose served outputs a request reads and joins; its options were checked before."""
+    return request.params.get("namespace") or DEFAULT_NAMESPACE
+
+
 def open_datastore(context: DrafterContext) -> Datastore:
-    """The datastore that the options name, or an empty one.
+    """The datastore in the folder that the options name, or an empty one in memory.
 
     Raises:
-        DatastoreError: the file is missing, damaged, or was built for another tokenizer.
+        DatastoreError: the folder cannot be used, or was built for another tokenizer.
     """
     options = context.options
+    given: dict[str, Any] = {
+        "vocab_size": context.vocab_size,
+        "tokenizer_fingerprint": context.tokenizer_fingerprint,
+    }
+    if options.datastore_max_tokens:
+        given["max_tokens"] = options.datastore_max_tokens
     if options.datastore:
-        return Datastore.load(
-            Path(options.datastore),
-            vocab_size=context.vocab_size,
-            tokenizer_fingerprint=context.tokenizer_fingerprint,
-            max_tokens=options.datastore_max_tokens,
-        )
-    return Datastore(
-        context.vocab_size,
-        tokenizer_fingerprint=context.tokenizer_fingerprint,
-        max_tokens=options.datastore_max_tokens,
-    )
+        given["fold_tokens"] = options.datastore_fold_tokens
+        return Datastore.open(options.datastore, **given)
+    return Datastore(**given)

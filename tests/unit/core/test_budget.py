@@ -1,53 +1,101 @@
-"""The verify width: gain against cost."""
+"""The budget: gain against cost, over the whole batch, and I_knee."""
 
 import numpy as np
 import pytest
 
-from sglang_ext.budget import Calibration, CostModel, candidate_widths, choose_width
+from sglang_ext.budget import Calibration, CostModel, choose_nodes, knee, token_grid
 
 # Relative costs of 1..64 tokens through prepacked fp32 layers (shared/facts.md).
 PRIOR = {1: 20.0, 2: 21.0, 4: 27.0, 8: 30.0, 16: 41.0, 32: 76.0, 64: 110.0}
+KNEE = knee(PRIOR)
 
 
-def width(*probs: list[float], max_width: int = 16) -> int:
-    return choose_width([np.array(p) for p in probs], candidate_widths(max_width), CostModel(PRIOR))
+def nodes(*probs: list[float], knee_tokens: int = KNEE, **options) -> list[int]:
+    chosen = choose_nodes([np.array(p) for p in probs], CostModel(PRIOR), knee_tokens, **options)
+    return chosen.tolist()
 
 
 def test_no_draft_is_a_plain_step():
-    assert width([]) == 1
-    assert width([], []) == 1
+    assert nodes([]) == [0]
+    assert nodes([], []) == [0, 0]
 
 
 def test_poor_drafts_are_not_verified():
-    assert width([0.05] * 15) == 1
+    assert nodes([0.05] * 15) == [0]
 
 
-def test_sure_drafts_take_the_whole_width():
-    assert width([0.97**i for i in range(1, 16)]) == 16
+def test_sure_drafts_are_verified_whole():
+    assert nodes([0.97**i for i in range(1, 16)], knee_tokens=64) == [15]
 
 
-def test_width_shrinks_as_the_batch_grows():
+def test_a_request_with_poor_drafts_gets_no_nodes_beside_a_sure_one():
+    sure, poor = [0.97**i for i in range(1, 16)], [0.05] * 15
+    chosen = nodes(sure, poor, poor, poor)
+    assert chosen[0] > 8 and chosen[1:] == [0, 0, 0]
+
+
+def test_the_budget_shrinks_as_the_batch_grows():
     probs = [0.7**i for i in range(1, 16)]
-    widths = [width(*[probs] * bs) for bs in (1, 4, 16)]
-    assert widths[0] > widths[1] >= widths[2]
+    mean = [np.mean(nodes(*[probs] * bs)) for bs in (1, 4, 16)]
+    assert mean[0] > mean[1] >= mean[2]
 
 
-def test_width_never_beats_plain_in_expectation_unless_it_says_so():
+def test_past_the_knee_only_sure_drafts_pay():
+    # A GPU: flat to 64 tokens, then every token costs its share.
+    cost = CostModel({1: 1.0, 64: 1.0, 128: 2.0, 1024: 16.0})
+    fair, sure = [0.6**i for i in range(1, 16)], [0.99**i for i in range(1, 16)]
+    chosen = choose_nodes([np.array(fair)] * 16, cost, 64)
+    assert 16 < 16 + chosen.sum() <= 64
+    assert choose_nodes([np.array(fair)] * 64, cost, 64).sum() == 0
+    assert choose_nodes([np.array(sure)] * 8, cost, 64).sum() <= 64
+    # A CPU, where reading and computing add up.
+    assert sum(nodes(*[fair] * 8)) <= KNEE - 8
+    assert sum(nodes(*[sure] * 8)) > 3 * KNEE
+
+
+def test_nodes_never_lose_to_plain_in_expectation():
     rng = np.random.default_rng(0)
     cost = CostModel(PRIOR)
     for _ in range(200):
         bs = int(rng.integers(1, 9))
-        probs = [np.sort(rng.random(int(rng.integers(0, 16))) ** 3)[::-1] for _ in range(bs)]
-        chosen = choose_width(probs, candidate_widths(16), cost)
-        gain = sum(p[: chosen - 1].sum() for p in probs)
-        plain = bs / cost.cost(bs)
-        assert chosen == 1 or (bs + gain) / cost.cost(bs * chosen) > plain
+        probs = [rng.random(int(rng.integers(0, 16))) ** 3 for _ in range(bs)]
+        chosen = choose_nodes(probs, cost, KNEE)
+        assert (chosen <= [len(p) for p in probs]).all()
+        gain = sum(p[:n].sum() for p, n in zip(probs, chosen, strict=True))
+        total = bs + chosen.sum()
+        assert total == bs or (bs + gain) / cost.cost(total) > bs / cost.cost(bs)
 
 
-def test_candidate_widths_end_at_the_limit():
-    assert candidate_widths(16) == [1, 2, 3, 4, 6, 8, 12, 16]
-    assert candidate_widths(10)[-1] == 10
-    assert candidate_widths(2) == [1, 2]
+def test_drafting_that_takes_long_must_pay_for_itself():
+    probs = [0.5, 0.2, 0.1]
+    assert sum(nodes(probs)) > 0
+    assert nodes(probs, drafting_s=12.0) == [0]
+
+
+def test_padding_that_costs_more_than_the_drafts_gain_is_a_plain_step():
+    sure = [0.97**i for i in range(1, 16)]
+    batch = [sure, *[[]] * 3]
+    assert nodes(*batch)[0] > 4
+    assert sum(nodes(*batch, padded=True)) == 0
+
+
+def test_token_grid():
+    assert token_grid(3, 20) == [*range(4, 17), 20]
+    assert token_grid(16, 40) == [20, 24, 28, 32, 40]
+    assert token_grid(5, 5) == []
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_knee_is_where_computing_takes_as_long_as_reading_the_weights(overlap):
+    read, per_token = 8.0, 0.1
+    counts = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    cost = {n: max(read, n * per_token) if overlap else read + n * per_token for n in counts}
+    assert knee(cost) == pytest.approx(80, rel=0.02)
+
+
+def test_knee_of_a_device_that_stays_flat_is_the_largest_count():
+    assert knee({1: 1.0, 64: 1.0, 128: 1.01, 256: 1.02}) == 256
+    assert knee({1: 1.0, 64: 1.0, 128: 0.99, 256: 0.98}) == 256
 
 
 def test_cost_model_learns_and_scales_its_prior():

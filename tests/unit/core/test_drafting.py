@@ -1,7 +1,9 @@
 """Requests, their drafters, and what becomes of bad ones."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -133,6 +135,67 @@ def test_auto_budget_stops_verifying_what_is_never_accepted(monkeypatch):
         accept_index[0, 0] = 0
         plan.observe(running, trees, packed, accept_index)
     assert widths[0] > 4 and widths[-1] == 1
+
+
+def test_each_request_is_cut_to_the_nodes_that_pay(monkeypatch):
+    sure, poor = TokenTree.chain([5] * 7, prob=0.97), TokenTree.chain([6] * 7, prob=0.05)
+    plan = planner(monkeypatch, budget="auto", a=Recorder([sure, poor]))
+    plan.cost = CostModel({1: 1.0, 16: 2.0})
+    running = plan.requests.update([request("x", [1]), request("y", [1])], None)
+    trees, width = plan.plan(running)
+    assert len(trees[0]) >= 5 and len(trees[1]) == 0
+    assert width == len(trees[0]) + 1
+
+
+class Sleeper(Recorder):
+    """Takes as long as a step to find nothing."""
+
+    def propose(self, requests, max_nodes):
+        self.calls.append(("propose",))
+        time.sleep(0.002)
+        return [TokenTree.empty()] * len(requests)
+
+
+@pytest.mark.parametrize(("budget", "calls"), [("auto", 10), ("fixed", 100)])
+def test_drafting_that_never_pays_takes_little_of_the_time(budget, calls, monkeypatch):
+    drafter = Sleeper(None)
+    plan = planner(monkeypatch, budget=budget, a=drafter)
+    running = plan.requests.update([request("x", [1])], None)
+    for _ in range(100):
+        plan.plan(running)
+        plan.note_step(1, 0.02)
+    proposed = sum(call == ("propose",) for call in drafter.calls)
+    assert proposed == pytest.approx(calls, rel=0.25)
+
+
+def test_metrics_tell_what_was_proposed_and_accepted(monkeypatch):
+    tree = TokenTree(
+        np.array([5, 6, 7]),
+        np.array([-1, 0, -1], dtype=np.int32),
+        np.array([0.9, 0.8, 0.1], dtype=np.float32),
+        np.array([1, 5, 8], dtype=np.int8),
+    )
+    plan = planner(monkeypatch, a=Recorder(tree))
+    plan.metrics = Mock()
+    plan.metrics.gauges_due.return_value = False
+    running = plan.requests.update([request("r", [1])], None)
+    trees, width = plan.plan(running)
+    plan.observe(running, trees, pack([1], trees, width), np.array([[0, 1, -1, -1]]))
+    plan.metrics.note_width.assert_called_once_with(4.0)
+    reported, accepted = plan.metrics.note_verified.call_args.args
+    assert reported == [tree] and accepted[0].tolist() == [True, False, False]
+
+
+def test_on_a_device_the_metrics_come_with_the_next_step(monkeypatch):
+    plan = planner(monkeypatch, a=Recorder(TokenTree.chain([5, 6, 7])))
+    plan.cost = None
+    plan.metrics = Mock()
+    plan.metrics.gauges_due.return_value = False
+    req = request("r", [1])
+    plan.plan(plan.requests.update([req], None))
+    plan.metrics.note_verified.assert_not_called()
+    plan.plan(plan.requests.update([req], [[5, 6, 9]]))
+    assert plan.metrics.note_verified.call_args.args[1][0].tolist() == [True, True, False]
 
 
 def test_requests_that_vanish_are_forgotten(monkeypatch):

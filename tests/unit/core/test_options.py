@@ -29,6 +29,8 @@ def test_environment_is_read_by_type():
         ({"SGLANG_EXT_PREFIX_LENGTH": "four"}, "expected a whole number of at least 1"),
         ({"SGLANG_EXT_LIVE_INGEST": "maybe"}, "expected 1 or 0"),
         ({"SGLANG_EXT_BUDGET": "big"}, "expected one of auto, fixed"),
+        ({"SGLANG_EXT_NAMESPACE_HEADER": "x tenant"}, "expected letters, digits and hyphens"),
+        ({"SGLANG_EXT_BUDGET_KNEE": "-1"}, "BUDGET_KNEE='-1': expected a whole number"),
     ],
 )
 def test_wrong_values_name_the_option_and_the_expectation(env, message):
@@ -62,6 +64,8 @@ def test_loaded_drafters_has_no_doubles_and_no_none():
 def test_request_options_leave_foreign_keys_alone():
     options = RequestOptions.parse({"drafter": "none", "draft_length": 3, "mine": 1}, ["sssd"])
     assert options == RequestOptions("none", 3)
+    options = RequestOptions.parse({"namespace": "acme:eu-1@x.y_z", "ingest_name": "job/7"}, [])
+    assert options.namespace == "acme:eu-1@x.y_z" and options.ingest_name == "job/7"
     assert RequestOptions.parse(None, []) == RequestOptions()
 
 
@@ -73,6 +77,14 @@ def test_request_options_leave_foreign_keys_alone():
         ({"draft_length": True}, "draft_length"),
         ({"draft_length": "8"}, "draft_length"),
         ({"ingest": "no"}, "ingest must be true or false, got 'no'"),
+        ({"namespace": ""}, "namespace must be 1 to 128 characters"),
+        ({"namespace": "a/b"}, "namespace must be 1 to 128 characters of A-Z .*, got 'a/b'"),
+        ({"namespace": "é"}, "namespace"),
+        ({"namespace": "a\n"}, "namespace"),
+        ({"namespace": 7}, "namespace must be .*, got 7"),
+        ({"namespace": "x" * 10_000}, r"namespace must be .*\.\.\. \(10002 characters\)"),
+        ({"ingest_name": "a b"}, "ingest_name must be 1 to 256 visible ASCII characters"),
+        ({"ingest_name": ["r"]}, "ingest_name"),
     ],
 )
 def test_request_options_name_the_field(params, message):

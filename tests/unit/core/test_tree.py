@@ -106,3 +106,35 @@ def test_chain_is_a_branch_with_falling_probabilities():
 def test_check_names_what_is_wrong(tree, message):
     with pytest.raises(ValueError, match=message):
         tree.check(vocab_size=9)
+
+
+def test_sources_stay_with_their_nodes():
+    tree = TokenTree(
+        np.array([5, 6, 7, 8]),
+        np.array([-1, 0, -1, 1], dtype=np.int32),
+        np.full(4, 0.5, dtype=np.float32),
+        np.array([1, 2, 4, 8], dtype=np.int8),
+    )
+    assert tree.first(2).sources.tolist() == [1, 2]
+    assert tree.clipped(1).sources.tolist() == [1, 4]
+    assert TokenTree.chain([1, 2]).first(1).sources is None
+    with pytest.raises(ValueError, match="sources must be as many as tokens"):
+        TokenTree(tree.tokens, tree.parents, tree.probs, tree.sources[:2]).check(10)
+
+
+@given(trees(), st.lists(st.integers(0, 3), max_size=6))
+def test_path_is_what_a_walk_over_the_packed_tree_accepts(tree, output):
+    packed = pack([0], [tree], len(tree) + 1)
+    # The target's token after each node: the output's, by depth.
+    after = [output[d] if d < len(output) else 99 for d in packed.depths[0]]
+    index, lens = walk(
+        packed.tokens, packed.next_token, packed.next_sibling, np.array([after])
+    )
+    accepted = np.zeros(len(tree), dtype=bool)
+    accepted[index[0, 1 : lens[0]] - 1] = True
+    assert tree.path(output).tolist() == accepted.tolist()
+
+
+def test_nodes_leaves_padding_out():
+    packed = pack([1, 2], [TokenTree.chain([3, 4]), TokenTree.empty()], 4)
+    assert packed.nodes().tolist() == [0, 1, 2, 4]

@@ -12,9 +12,10 @@ from datastores.input_trie import find_occurrences
 def occurrences(trie: InputTrie, longest: int, limit: int = 1000, scan: int = 10**6) -> list:
     size = trie.tokens.size
     found, lengths = np.empty(limit, np.int32), np.empty(limit, np.int32)
+    buckets = np.empty((longest + 1, limit + 1), np.int32)
     count = find_occurrences(
         trie._tokens[:size], trie._same_one[:size], trie._same_two[:size],
-        longest, limit, scan, found, lengths,
+        longest, limit, scan, found, lengths, buckets,
     )  # fmt: skip
     return list(zip(lengths[:count].tolist(), found[:count].tolist(), strict=True))
 
@@ -78,6 +79,29 @@ def test_memory_is_bounded_and_the_newest_half_stays() -> None:
     assert occurrences(trie, 4) == naive_occurrences(kept.tolist(), 4)
     trie.extend(tokens)  # more at once than it keeps
     np.testing.assert_array_equal(trie.tokens, tokens[-500:])
+
+
+def test_the_first_tokens_are_the_prompt_also_when_older_ones_are_forgotten() -> None:
+    trie = InputTrie(RetrievalConfig(max_input_tokens=1000))
+    assert trie.prompt_tokens == 0
+    trie.extend(np.arange(900))
+    assert trie.prompt_tokens == 900
+    trie.extend(np.arange(100))
+    assert trie.prompt_tokens == 900
+    trie.extend(np.arange(1))  # 500 of the 1001 stay
+    assert (trie.tokens.size, trie.prompt_tokens) == (500, 399)
+    trie.extend(np.arange(600))
+    assert (trie.tokens.size, trie.prompt_tokens) == (500, 0)
+
+
+def test_a_prompt_may_be_empty_or_more_than_is_kept() -> None:
+    trie = InputTrie(RetrievalConfig(max_input_tokens=1000))
+    trie.extend([])
+    trie.extend([1, 2, 3])
+    assert trie.prompt_tokens == 0
+    trie = InputTrie(RetrievalConfig(max_input_tokens=1000))
+    trie.extend(np.arange(3000))
+    assert trie.prompt_tokens == trie.tokens.size == 500
 
 
 def test_memory_per_token() -> None:

@@ -3,10 +3,15 @@
 import numpy as np
 import pytest
 
-from datastores import Datastore, DatastoreError, RetrievalConfig
+from datastores import DatastoreError, RetrievalConfig, Snapshot
 from datastores.replay import replay
+from datastores.segment import Document, build_segment
 
 VOCAB = 1000
+
+
+def snapshot_of(documents: list[np.ndarray]) -> Snapshot:
+    return Snapshot((build_segment([Document(d) for d in documents], VOCAB),), (), VOCAB)
 
 
 def test_without_a_source_each_step_gives_one_token() -> None:
@@ -19,19 +24,18 @@ def test_without_a_source_each_step_gives_one_token() -> None:
 
 def test_a_stored_answer_comes_in_full_drafts() -> None:
     answer = np.random.default_rng(0).permutation(VOCAB)[:181]
-    with Datastore.build([answer], VOCAB) as store:
-        result = replay([answer], store, s_q=9, prompt_tokens=1)
-        assert (result.steps, result.tokens) == (20, 180)  # 8 nodes and the bonus token
-        assert replay([answer], store, s_q=4, prompt_tokens=1).steps == 45
-        assert replay([answer], store, s_q=1, prompt_tokens=1).accept_length == 1.0
-        off = RetrievalConfig(max_samples=0)
-        assert replay([answer], store, off, s_q=9, prompt_tokens=1).accept_length == 1.0
+    store = snapshot_of([answer])
+    result = replay([answer], store, s_q=9, prompt_tokens=1)
+    assert (result.steps, result.tokens) == (20, 180)  # 8 nodes and the bonus token
+    assert replay([answer], store, s_q=4, prompt_tokens=1).steps == 45
+    assert replay([answer], store, s_q=1, prompt_tokens=1).accept_length == 1.0
+    off = RetrievalConfig(max_samples=0)
+    assert replay([answer], store, off, s_q=9, prompt_tokens=1).accept_length == 1.0
 
 
 def test_the_last_step_commits_no_more_than_is_left() -> None:
     answer = np.arange(12)
-    with Datastore.build([np.arange(40)], VOCAB) as store:
-        result = replay([answer], store, s_q=9, prompt_tokens=2)
+    result = replay([answer], snapshot_of([np.arange(40)]), s_q=9, prompt_tokens=2)
     assert (result.steps, result.tokens) == (2, 10)
 
 
@@ -54,9 +58,9 @@ def markov_documents(count: int, seed: int) -> list[np.ndarray]:
 
 
 def test_probabilities_are_honest_on_a_known_source() -> None:
-    with Datastore.build(markov_documents(2000, 0), VOCAB) as store:
-        config = RetrievalConfig(prefix_length=2, max_match_length=2, max_input_samples=0)
-        result = replay(markov_documents(40, 1), store, config, s_q=8, prompt_tokens=5)
+    store = snapshot_of(markov_documents(2000, 0))
+    config = RetrievalConfig(prefix_length=2, max_match_length=2, max_input_samples=0)
+    result = replay(markov_documents(40, 1), store, config, s_q=8, prompt_tokens=5)
     assert result.accept_length > 2.0
     assert result.calibration_error < 0.05
     for nodes, predicted, observed in result.calibration:

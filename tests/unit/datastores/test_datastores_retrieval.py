@@ -1,5 +1,7 @@
 """Draft trees: against a direct reading of the estimator, and the properties callers rely on."""
 
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datastores import Datastore, DatastoreError, Draft, InputTrie, RetrievalConfig, retrieve
+from datastores import DatastoreError, Draft, InputTrie, RetrievalConfig, retrieve
+from datastores.retrieval import (
+    SOURCE_LIVE,
+    SOURCE_PROMPT,
+    SOURCE_SELF_OUTPUT,
+    SOURCE_STATIC,
+)
+from datastores.segment import Document, Segment, Snapshot, build_segments
 
 VOCAB = 7
 ids = st.integers(0, VOCAB - 1)
@@ -20,6 +29,17 @@ configs = st.builds(
     branch_length=st.integers(1, 5),
     min_matches=st.sampled_from([1, 3, 1000]),
 )
+
+
+def segments_of(
+    corpus: Sequence[Sequence[int]], vocab_size: int = VOCAB, segment_tokens: int = 1 << 20
+) -> tuple[Segment, ...]:
+    documents = [Document(np.array(document, np.int32)) for document in corpus]
+    return tuple(build_segments(documents, vocab_size, segment_tokens))
+
+
+def static(corpus: Sequence[Sequence[int]], vocab_size: int = VOCAB) -> Snapshot:
+    return Snapshot((), segments_of(corpus, vocab_size), vocab_size)
 
 
 def trie_of(tokens: list[int], config: RetrievalConfig | None = None) -> InputTrie:
@@ -43,7 +63,11 @@ def paths(draft: Draft) -> dict[tuple[int, ...], tuple[float, int]]:
 
 
 def naive_paths(
-    history: list[int], corpus: list[list[int]], config: RetrievalConfig
+    history: list[int],
+    split: int,
+    static_corpus: list[list[int]],
+    live_corpus: list[list[int]],
+    config: RetrievalConfig,
 ) -> dict[tuple[int, ...], tuple[float, int]]:
     """The estimator of RetrievalConfig, from all occurrences, without sampling."""
     branch = config.branch_length
@@ -57,18 +81,21 @@ def naive_paths(
             length += 1
         return length
 
-    found: list[list[tuple[int, list[int]]]] = [[], []]
+    # Match length, continuation, the source of each of its tokens.
+    found: list[list[tuple[int, list[int], list[int]]]] = [[], []]
+    origins = [SOURCE_PROMPT] * split + [SOURCE_SELF_OUTPUT] * (len(history) - split)
     for end in range(1, len(history)):
         if length := match(history, end):
-            found[0].append((length, history[end : end + branch]))
-    for document in corpus:
-        for end in range(1, len(document) + 1):
-            if length := match(document, end):
-                found[1].append((length, document[end : end + branch]))
+            found[0].append((length, history[end : end + branch], origins[end : end + branch]))
+    for corpus, origin in ((static_corpus, SOURCE_STATIC), (live_corpus, SOURCE_LIVE)):
+        for document in corpus:
+            for end in range(1, len(document) + 1):
+                if length := match(document, end):
+                    found[1].append((length, document[end : end + branch], [origin] * branch))
     for m in range(
         config.prefix_length, 0, -1
     ):  # shorter prefixes only while there are few matches
-        if sum(length >= m for length, _ in found[1]) >= config.min_matches:
+        if sum(length >= m for length, _, _ in found[1]) >= config.min_matches:
             found[1] = [o for o in found[1] if o[0] >= m]
             break
 
@@ -77,7 +104,11 @@ def naive_paths(
     def visit(path: tuple[int, ...], path_prob: float) -> None:
         depth = len(path)
         onward = [
-            [(m, rest[depth]) for m, rest in source if tuple(rest[:depth]) == path and rest[depth:]]
+            [
+                (m, rest[depth], origin[depth])
+                for m, rest, origin in source
+                if tuple(rest[:depth]) == path and rest[depth:]
+            ]
             for source in found
         ]
         powers = (config.input_power, config.datastore_power)
@@ -89,19 +120,20 @@ def naive_paths(
         for s in (0, 1):
             if not onward[s]:
                 continue
-            best = max(m for m, _ in onward[s])
+            best = max(m for m, _, _ in onward[s])
             weight = (best / 4) ** powers[s]
-            n = sum((m / 4) ** powers[s] for m, _ in onward[s])
+            n = sum((m / 4) ** powers[s] for m, _, _ in onward[s])
             if s == 1:
                 scales[1] = config.datastore_weight * min(1.0, config.datastore_cap * weight / n)
             unseen.append(scales[s] * weight * novelties[s][0] * (best + depth) ** -novelties[s][1])
             total += scales[s] * n
-        for token in {token for source in onward for _, token in source}:
+        for token in {token for source in onward for _, token, _ in source}:
             mass, sources = 0.0, 0
             for s in (0, 1):
-                hits = [m for m, t in onward[s] if t == token]
-                mass += scales[s] * sum((m / 4) ** powers[s] for m in hits)
-                sources += (s + 1) * bool(hits)
+                hits = [(m, origin) for m, t, origin in onward[s] if t == token]
+                mass += scales[s] * sum((m / 4) ** powers[s] for m, _ in hits)
+                for _, origin in hits:
+                    sources |= origin
             prob = path_prob * mass / (total + max(unseen))
             result[(*path, token)] = prob, sources
             visit((*path, token), prob)
@@ -127,16 +159,23 @@ def assert_well_formed(draft: Draft, vocab_size: int) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(history=histories, corpus=corpora, config=configs)
-def test_probabilities_equal_the_naive_estimator(
-    history: list[int], corpus: list[list[int]], config: RetrievalConfig
+@given(history=histories, split=st.integers(0, 50), corpus=corpora, live=corpora, config=configs)
+def test_probabilities_and_sources_equal_the_naive_estimator(
+    history: list[int],
+    split: int,
+    corpus: list[list[int]],
+    live: list[list[int]],
+    config: RetrievalConfig,
 ) -> None:
     """With more nodes than there are, the draft is the whole tree."""
     config = replace(config, max_samples=1000, max_input_samples=1000)
-    store = Datastore.build(corpus, VOCAB)
-    (draft,) = retrieve([trie_of(history, config)], store, 10_000, config)
+    split = min(split, len(history))
+    trie = trie_of(history[:split], config)
+    trie.extend(history[split:])
+    store = Snapshot(segments_of(live), segments_of(corpus), VOCAB)
+    (draft,) = retrieve([trie], store, 10_000, config)
     assert_well_formed(draft, VOCAB)
-    ours, expected = paths(draft), naive_paths(history, corpus, config)
+    ours, expected = paths(draft), naive_paths(history, split, corpus, live, config)
     # float32 underflow aside, the same paths with the same probabilities.
     assert {p for p, (prob, _) in expected.items() if prob > 1e-30} <= ours.keys()
     assert ours.keys() <= expected.keys()
@@ -150,7 +189,7 @@ def test_probabilities_equal_the_naive_estimator(
 def test_smaller_draft_is_a_prefix_of_a_larger(
     history: list[int], corpus: list[list[int]], config: RetrievalConfig, nodes: int
 ) -> None:
-    store = Datastore.build(corpus, VOCAB)
+    store = static(corpus)
     trie = trie_of(history, config)
     (small,) = retrieve([trie], store, nodes, config)
     (large,) = retrieve([trie], store, 40, config)
@@ -160,16 +199,94 @@ def test_smaller_draft_is_a_prefix_of_a_larger(
         np.testing.assert_array_equal(getattr(small, name), getattr(large, name)[:n])
 
 
-@settings(max_examples=60, deadline=None)
-@given(histories=st.lists(histories, min_size=1, max_size=6), corpus=corpora)
-def test_batch_equals_one_by_one(histories: list[list[int]], corpus: list[list[int]]) -> None:
-    store = Datastore.build(corpus, VOCAB)
+@pytest.mark.parametrize("threads", [1, 3])
+@settings(max_examples=30, deadline=None)
+@given(histories=st.lists(histories, min_size=1, max_size=40), corpora=st.lists(corpora, max_size=3))
+def test_batch_equals_one_by_one(
+    threads: int, histories: list[list[int]], corpora: list[list[list[int]]]
+) -> None:
+    """Budgets and snapshots of their own, one or more threads."""
+    stores = [None, *map(static, corpora)]
     tries = [trie_of(history) for history in histories]
     budgets = np.arange(len(tries)) * 3
-    batch = retrieve(tries, store, budgets)
-    for trie, budget, draft in zip(tries, budgets, batch, strict=True):
-        (alone,) = retrieve([trie], store, int(budget))
+    snapshots = [stores[i % len(stores)] for i in range(len(tries))]
+    batch = retrieve(tries, snapshots, budgets, threads=threads)
+    for trie, snapshot, budget, draft in zip(tries, snapshots, budgets, batch, strict=True):
+        (alone,) = retrieve([trie], snapshot, int(budget))
         assert paths(draft) == paths(alone)
+
+
+def test_each_request_reads_its_own_snapshot_only() -> None:
+    shared = segments_of([[1, 2, 3]])
+    mine = Snapshot(segments_of([[1, 2, 4]]), shared, VOCAB)
+    yours = Snapshot(segments_of([[1, 2, 5]]), shared, VOCAB)
+    tries = [trie_of([1, 2]) for _ in range(3)]
+    drafts = retrieve(tries, [mine, yours, None], 10)
+    assert [sorted(draft.tokens.tolist()) for draft in drafts] == [[3, 4], [3, 5], []]
+    assert dict(zip(drafts[0].tokens.tolist(), drafts[0].sources.tolist(), strict=True)) == {
+        3: SOURCE_STATIC,
+        4: SOURCE_LIVE,
+    }
+
+
+def test_callers_in_many_threads_share_the_helpers() -> None:
+    rng = np.random.default_rng(0)
+    store = static(rng.integers(0, VOCAB, (200, 50)))
+    tries = [trie_of(rng.integers(0, VOCAB, 40).tolist()) for _ in range(48)]
+    expected = [paths(draft) for draft in retrieve(tries, store, 20, threads=1)]
+    wrong: list[int] = []
+
+    def call() -> None:
+        for _ in range(50):
+            drafts = retrieve(tries, store, 20, threads=4)
+            wrong.extend(i for i, d in enumerate(drafts) if paths(d) != expected[i])
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_arrays_of_a_batch_hold_the_same_as_its_drafts() -> None:
+    tries = [trie_of([1, 2, 3, 1, 2]), InputTrie(), trie_of([4, 4, 4])]
+    drafts = retrieve(tries, None, [2, 5, 5])
+    assert drafts.tokens.shape == drafts.parents.shape == drafts.probs.shape == (3, 5)
+    assert drafts.sizes.tolist() == [2, 0, 2]
+    assert [len(draft) for draft in drafts] == [2, 0, 2]
+    assert drafts.tokens[0, :2].tolist() == drafts[0].tokens.tolist() == [3, 1]
+    assert [d.tokens.tolist() for d in drafts[1:]] == [[], drafts[-1].tokens.tolist()]
+
+
+def test_a_node_with_thousands_of_children() -> None:
+    """Each child is found again: continuations come twice, and then by another route."""
+    vocab_size = 5000
+    documents = [[0, token, 4999] for token in range(1, 3000)]
+    segments = segments_of([*documents, *documents], vocab_size)
+    config = RetrievalConfig(max_samples=4096, max_input_samples=4096, prefix_length=1)
+    trie = trie_of([x for token in range(1, 3000) for x in (0, token, 4998)] + [0], config)
+    for store in (Snapshot(segments, (), vocab_size), Snapshot(segments, segments, vocab_size)):
+        (draft,) = retrieve([trie], store, 20_000, config)
+        assert_well_formed(draft, vocab_size)
+        assert sorted(draft.tokens[draft.parents < 0].tolist()) == list(range(1, 3000))
+
+
+def test_damaged_suffixes_are_skipped() -> None:
+    """Positions where there are no tokens are not read, nor what lies beyond the tokens."""
+    rng = np.random.default_rng(1)
+    (whole,) = segments_of(rng.integers(0, VOCAB, (100, 50)))
+    tries = [trie_of(rng.integers(0, VOCAB, 40).tolist()) for _ in range(20)]
+    size = whole.tokens.size
+    for bad in (-1, size, size - 1, 1 << 30, -(1 << 31)):
+        suffixes = whole.suffixes.copy()
+        suffixes[rng.random(suffixes.size) < 0.5] = bad
+        damaged = replace(whole, suffixes=suffixes)
+        for draft in retrieve(tries, Snapshot((damaged,), (), VOCAB), 30):
+            assert_well_formed(draft, VOCAB)
+    short = replace(whole, tokens=whole.tokens[: size // 2], suffixes=whole.suffixes[:99])
+    for draft in retrieve(tries, Snapshot((short,), (), VOCAB), 30):
+        assert_well_formed(draft, VOCAB)
 
 
 def test_min_prob_cuts_the_tail_only() -> None:
@@ -184,7 +301,7 @@ def test_min_prob_cuts_the_tail_only() -> None:
 
 def test_nothing_crosses_a_document_boundary() -> None:
     """Every continuation of 1 ends its document; what begins the next is never proposed."""
-    store = Datastore.build([[1], [2, 3, 1], [4, 1], [5, 6]] * 50, VOCAB)
+    store = static([[1], [2, 3, 1], [4, 1], [5, 6]] * 50)
     (draft,) = retrieve([trie_of([0, 1])], store, 100)
     assert len(draft) == 0
     (draft,) = retrieve([trie_of([2])], store, 100)
@@ -194,13 +311,13 @@ def test_nothing_crosses_a_document_boundary() -> None:
 def test_largest_id_is_proposed_and_told_from_the_separator() -> None:
     for vocab_size in (65_535, 65_536, 1 << 20):
         top = vocab_size - 1
-        store = Datastore.build([[3, top, 4], [3, top]], vocab_size)
+        store = static([[3, top, 4], [3, top]], vocab_size)
         (draft,) = retrieve([trie_of([3])], store, 10)
         assert draft.tokens.tolist() == [top, 4]
 
 
 def test_longest_match_decides() -> None:
-    store = Datastore.build([[1, 2, 3, 4, 5]] + [[0, 4, 6]] * 30, VOCAB)
+    store = static([[1, 2, 3, 4, 5]] + [[0, 4, 6]] * 30)
     (draft,) = retrieve([trie_of([1, 2, 3, 4])], store, 1)
     assert draft.tokens.tolist() == [5]
     (draft,) = retrieve([trie_of([6, 6, 0, 4])], store, 1)
@@ -210,8 +327,9 @@ def test_longest_match_decides() -> None:
 def test_sampling_keeps_the_proportions() -> None:
     """10,000 matches in sub-indices of unlike size, 100 samples: shares within two samples."""
     documents = [[1, 2, 3 + (i % 10 >= 7)] for i in range(10_000)]
-    store = Datastore.build(documents, VOCAB, max_tokens=8 * 9_000)
-    assert len(store.snapshot().segments) > 2
+    segments = segments_of(documents, segment_tokens=9_000)
+    assert len(segments) > 2
+    store = Snapshot(segments[:1], segments[1:], VOCAB)
     config = RetrievalConfig(prefix_length=2)
     (draft,) = retrieve([trie_of([1, 2])], store, 2, config)
     assert draft.tokens.tolist() == [3, 4]
@@ -221,32 +339,40 @@ def test_sampling_keeps_the_proportions() -> None:
 
 
 def test_sources_can_be_turned_off() -> None:
-    store = Datastore.build([[1, 2, 5]], VOCAB)
+    store = static([[1, 2, 5]])
     trie = trie_of([1, 2, 6, 1, 2])
     (both,) = retrieve([trie], store, 20)
     (only_input,) = retrieve([trie], store, 20, RetrievalConfig(max_samples=0))
     (only_store,) = retrieve([trie], store, 20, RetrievalConfig(max_input_samples=0))
-    assert set(both.sources.tolist()) == {1, 2}
-    assert set(only_input.sources.tolist()) == {1}
-    assert set(only_store.sources.tolist()) == {2}
+    assert set(both.sources.tolist()) == {SOURCE_PROMPT, SOURCE_STATIC}
+    assert set(only_input.sources.tolist()) == {SOURCE_PROMPT}
+    assert set(only_store.sources.tolist()) == {SOURCE_STATIC}
     assert paths(only_input) == paths(retrieve([trie], None, 20)[0])
 
 
 def test_nothing_seen_or_nothing_wanted() -> None:
-    store = Datastore.build([[1, 2, 3]], VOCAB)
-    assert retrieve([], store, 5) == []
+    store = static([[1, 2, 3]])
+    assert len(retrieve([], store, 5)) == 0
     assert [len(d) for d in retrieve([InputTrie(), trie_of([1])], store, [5, 0])] == [0, 0]
-    assert len(retrieve([trie_of([1])], Datastore(VOCAB), 5)[0]) == 0
+    assert len(retrieve([trie_of([1])], Snapshot((), (), VOCAB), 5)[0]) == 0
 
 
 def test_ids_beyond_the_vocabulary_only_fail_to_match() -> None:
     """A request may hold ids that the datastore's vocabulary lacks (images, added tokens)."""
-    store = Datastore.build([[1, 2, 3]], VOCAB)
+    store = static([[1, 2, 3]])
     (draft,) = retrieve([trie_of([VOCAB, VOCAB + 5, 1])], store, 5)
     assert draft.tokens.tolist() == [2, 3]
-    store = Datastore.build([[1], [2, 3]], VOCAB)
+    store = static([[1], [2, 3]])
     assert len(retrieve([trie_of([1, VOCAB])], store, 5)[0]) == 0
     assert len(retrieve([trie_of([1, VOCAB, 2])], store, 5)[0]) == 1
+
+
+def test_snapshots_that_do_not_fit_are_refused() -> None:
+    tries = [trie_of([1]), trie_of([2])]
+    with pytest.raises(DatastoreError, match="one per request"):
+        retrieve(tries, [static([[1]])], 5)
+    with pytest.raises(DatastoreError, match="vocabulary"):
+        retrieve(tries, [static([[1]]), static([[1]], 100)], 5)
 
 
 @pytest.mark.parametrize("max_nodes", [-1, 1 << 20, [1, 2], "four"])

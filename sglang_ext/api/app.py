@@ -1,0 +1,35 @@
+"""SGLang's HTTP application with our routes and the namespace header.
+
+`app` is what uvicorn's workers import with --tokenizer-worker-num above 1, where SGLang loads no
+plugins; the plugin points SGLANG_HTTP_SERVER_APP_PATH here.
+"""
+
+from typing import Any
+
+APP_PATH = "sglang_ext.api.app:app"
+
+
+def extend(app: Any, namespace_header: str) -> Any:
+    """Add the routes and the middleware to SGLang's FastAPI application; idempotent."""
+    from sglang_ext.api.namespaces import NamespaceHeader
+    from sglang_ext.api.routes import router
+
+    if not getattr(app.state, "sglang_ext", False):
+        app.state.sglang_ext = True
+        app.include_router(router)
+        if namespace_header:
+            app.add_middleware(NamespaceHeader, header=namespace_header)
+    return app
+
+
+def __getattr__(name: str) -> Any:
+    if name != "app":
+        raise AttributeError(name)
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.entrypoints.http_server import app
+
+    from sglang_ext.options import Options
+
+    return extend(app, Options.from_env().namespace_header)

@@ -1,0 +1,83 @@
+"""The datastore over HTTP. Errors have OpenAI's shape; SGLang's admin key guards every route.
+
+    GET    /datastore                          size, state, problems
+    POST   /datastore/flush                    wait until all that was served is searchable
+    GET    /datastore/namespaces               tokens by namespace
+    DELETE /datastore/namespaces/{namespace}   forget a tenant
+    DELETE /datastore/requests/{rid}           forget one request's output
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Query
+from fastapi.responses import JSONResponse
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+from sglang_ext.api.client import call_all
+from sglang_ext.api.control import ControlError
+
+router = APIRouter(prefix="/datastore")
+
+
+@router.get("")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def info() -> JSONResponse:
+    """The datastore's size and state; with data parallelism a list of them."""
+    return await _answer("info", lambda infos: infos[0] if len(infos) == 1 else {"ranks": infos})
+
+
+@router.post("/flush")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def flush(timeout: float = Query(30.0, gt=0, le=300)) -> JSONResponse:
+    """Wait until all that was served before is searchable."""
+    return await _answer("flush", _summed, timeout_s=timeout + 5, timeout=timeout)
+
+
+@router.get("/namespaces")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def namespaces() -> JSONResponse:
+    """Served tokens by namespace."""
+    return await _answer("namespaces", lambda found: {"namespaces": _summed(found)})
+
+
+@router.delete("/namespaces/{namespace}")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def delete_namespace(namespace: str) -> JSONResponse:
+    """Remove a namespace from memory and disk; answers when it is gone."""
+    return await _answer("delete_namespace", _deleted, namespace=namespace)
+
+
+@router.delete("/requests/{rid:path}")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def delete_request(rid: str, namespace: str | None = None) -> JSONResponse:
+    """Remove what one request contributed from memory and disk; answers when it is gone."""
+    return await _answer("delete_request", _deleted, rid=rid, namespace=namespace)
+
+
+def error_response(message: str, status: int) -> JSONResponse:
+    """An error as OpenAI's API would give it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return JSONResponse({"error": error}, status)
+
+
+async def _answer(op: str, merge: Any, **arguments: Any) -> JSONResponse:
+    try:
+        # In a thread: the event loop serves requests meanwhile.
+        return JSONResponse(merge(await asyncio.to_thread(call_all, op, **arguments)))
+    except ControlError as error:
+        return error_response(str(error), error.status)
+
+
+def _summed(results: Sequence[dict[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for result in results:
+        for name, tokens in result.items():
+            total[name] = total.get(name, 0) + tokens
+    return total
+
+
+def _deleted(results: Sequence[dict[str, int]]) -> dict[str, int]:
+    return {"deleted_tokens": _summed(results)["tokens"]}

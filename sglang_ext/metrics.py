@@ -1,0 +1,180 @@
+"""Speculation in SGLang's Prometheus endpoint (`--enable-metrics`), and a log line now and then."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.tree import TokenTree
+
+if TYPE_CHECKING:
+    from datastores import DatastoreInfo
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "sglang_ext:"
+# Bits of TokenTree.sources, as datastores.retrieval sets them. A node that several sources
+# proposed counts for each of them.
+SOURCES = {1: "prompt", 2: "self_output", 4: "live", 8: "static"}
+LOG_EVERY_S = 60.0
+_GAUGES_EVERY_S = 1.0
+_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+_SECONDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
+
+
+class SpeculationMetrics:
+    """Prometheus metrics of one scheduler process.
+
+    Make it after SGLang has set PROMETHEUS_MULTIPROC_DIR: prometheus_client chooses where its
+    values live when it is imported.
+
+    Args:
+        labels: put on every series, as SGLang's own are (model_name, ...).
+    """
+
+    def __init__(self, labels: Mapping[str, str]):
+        from prometheus_client import Counter as Count
+        from prometheus_client import Gauge, Histogram
+
+        names = tuple(labels)
+
+        def histogram(name: str, text: str, buckets: Sequence[float]):
+            made = Histogram(PREFIX + name, text, names, buckets=buckets)
+            return made.labels(**labels)
+
+        def gauge(name: str, text: str):
+            return Gauge(PREFIX + name, text, names, multiprocess_mode="mostrecent").labels(
+                **labels
+            )
+
+        def by_source(name: str, text: str):
+            made = Count(PREFIX + name, text, (*names, "source"))
+            return {bit: made.labels(**labels, source=source) for bit, source in SOURCES.items()}
+
+        def by_kind(name: str, text: str, kinds: Sequence[str]):
+            made = Gauge(PREFIX + name, text, (*names, "kind"), multiprocess_mode="mostrecent")
+            return {kind: made.labels(**labels, kind=kind) for kind in kinds}
+
+        self._accept_length = histogram(
+            "accept_length", "Tokens a request commits per verify step, bonus included.", _LENGTHS
+        )
+        self._verify_width = histogram(
+            "verify_width",
+            "Nodes verified per request in a step (s_q, mean, root included); 1: plain.",
+            _LENGTHS,
+        )
+        self._retrieval = histogram(
+            "retrieval_seconds", "Seconds of drafting for one batch.", _SECONDS
+        )
+        self._proposed = by_source("proposed_tokens", "Drafted tokens that were verified.")
+        self._accepted = by_source("accepted_tokens", "Drafted tokens that were accepted.")
+        self._budget_cap = gauge("budget_cap", "Nodes per request up to I_knee at this batch.")
+        self._knee = gauge("budget_knee_tokens", "I_knee: tokens of a step at the roofline's knee.")
+        self._tokens = by_kind("datastore_tokens", "Searchable tokens.", ("live", "static"))
+        self._bytes = by_kind(
+            "datastore_bytes", "All that is searchable; the folder.", ("index", "disk")
+        )
+        self._namespaces = gauge("datastore_namespaces", "Namespaces with served tokens.")
+        self._ingest_lag = gauge(
+            "datastore_ingest_lag_seconds", "Age of the oldest output that is not searchable yet."
+        )
+        self._dropped = Count(
+            PREFIX + "datastore_dropped_documents", "Outputs that a full queue dropped.", names
+        ).labels(**labels)
+        self._dropped_before = 0
+        self._gauges_at = 0.0
+
+    def gauges_due(self) -> bool:
+        """Whether a second has passed since they were set."""
+        now = time.monotonic()
+        if now - self._gauges_at < _GAUGES_EVERY_S:
+            return False
+        self._gauges_at = now
+        return True
+
+    def set_budget(self, knee: int, batch: int) -> None:
+        """I_knee and what it leaves for each of `batch` requests."""
+        self._knee.set(knee)
+        self._budget_cap.set(max(1, knee // batch))
+
+    def set_datastore(self, info: "DatastoreInfo") -> None:
+        """The datastore's size and state."""
+        self._tokens["live"].set(sum(info.namespaces.values()))
+        self._tokens["static"].set(sum(info.corpora.values()))
+        self._bytes["index"].set(info.nbytes)
+        self._bytes["disk"].set(info.disk_bytes)
+        self._namespaces.set(len(info.namespaces))
+        self._ingest_lag.set(info.ingest_lag)
+        self._dropped.inc(max(0, info.dropped_documents - self._dropped_before))
+        self._dropped_before = info.dropped_documents
+
+    def note_drafting(self, seconds: float) -> None:
+        """A batch was drafted for."""
+        self._retrieval.observe(seconds)
+
+    def note_width(self, width: float) -> None:
+        """A step verifies so many nodes per request in the mean, roots included."""
+        self._verify_width.observe(width)
+
+    def note_verified(
+        self, trees: Sequence[TokenTree], accepted: Sequence[npt.NDArray[np.bool_]]
+    ) -> None:
+        """The requests' nodes were verified.
+
+        Args:
+            accepted: for each tree, bool[n] for its first n nodes, those that were verified.
+        """
+        counts: Counter[tuple[int, bool]] = Counter()
+        for tree, mask in zip(trees, accepted, strict=True):
+            self._accept_length.observe(1 + int(mask.sum()))
+            if tree.sources is not None:
+                counts.update(zip(tree.sources[: len(mask)].tolist(), mask.tolist(), strict=True))
+        for bit in SOURCES:
+            proposed = sum(n for (source, _), n in counts.items() if source & bit)
+            if proposed:
+                self._proposed[bit].inc(proposed)
+                self._accepted[bit].inc(sum(n for (s, a), n in counts.items() if a and s & bit))
+
+
+class BudgetLog:
+    """A line in SGLang's log every LOG_EVERY_S seconds of work: what the budget chose."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def note_step(self, sizes: Sequence[int], knee: int | None) -> None:
+        """A step verifies so many drafted nodes for each request."""
+        nodes = sum(sizes)
+        self._steps += 1
+        self._plain += nodes == 0
+        self._requests += len(sizes)
+        self._nodes += nodes
+        if time.monotonic() - self._since >= LOG_EVERY_S:
+            self._write(knee)
+            self._reset()
+
+    def note_accepted(self, tokens: int) -> None:
+        """A verified request committed `tokens` drafted tokens besides the bonus."""
+        self._verified += 1
+        self._accepted += tokens
+
+    def _reset(self) -> None:
+        self._since = time.monotonic()
+        self._steps = self._plain = self._requests = self._nodes = 0
+        self._verified = self._accepted = 0
+
+    def _write(self, knee: int | None) -> None:
+        logger.info(
+            "sglang-ext budget: %d steps, mean batch %.1f, s_q %.2f (%.0f%% of steps plain), "
+            "accept length %.2f where verified, I_knee %s",
+            self._steps,
+            self._requests / self._steps,
+            1 + self._nodes / self._requests,
+            100 * self._plain / self._steps,
+            1 + self._accepted / max(1, self._verified),
+            "not measured" if knee is None else knee,
+        )

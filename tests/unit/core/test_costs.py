@@ -1,0 +1,64 @@
+"""The start-up sweep of forward costs, and its cache."""
+
+import json
+
+import pytest
+import torch
+
+from sglang_ext import costs
+
+
+class Layer(torch.nn.Linear):
+    """A linear layer as SGLang's are: input_size, and a quant_method that applies it."""
+
+    def __init__(self):
+        super().__init__(64, 64, bias=False)
+        self.input_size = 64
+        self.quant_method = self
+        self.calls = 0
+
+    def apply(self, layer, x):
+        self.calls += 1
+        return layer(x)
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setattr(costs, "default_cache_dir", lambda: tmp_path)
+    return torch.nn.Sequential(Layer(), Layer())
+
+
+def test_a_restart_reads_the_costs_from_the_cache(model, tmp_path):
+    first = costs.forward_costs(model, {"model": "m"})
+    calls = model[0].calls
+    assert tuple(first) == costs.CPU_COUNTS and calls >= len(first)
+    assert costs.forward_costs(model, {"model": "m"}) == first
+    assert model[0].calls == calls
+    (file,) = (tmp_path / "knee").glob("*.json")
+    stored = json.loads(file.read_text())
+    assert stored["I_knee"] >= 1 and stored["for"]["model"] == "m"
+    assert {"device", "threads"} <= set(stored["for"])
+
+
+def test_another_model_dtype_or_thread_count_is_measured_anew(model, tmp_path):
+    costs.forward_costs(model, {"model": "m"})
+    costs.forward_costs(model, {"model": "m", "dtype": "float32"})
+    assert len(list((tmp_path / "knee").glob("*.json"))) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"for": {}, "seconds": {"1": -1}}', '{"for"'])
+def test_a_damaged_cache_is_measured_anew(damage, model, tmp_path):
+    costs.forward_costs(model, {"model": "m"})
+    (file,) = (tmp_path / "knee").glob("*.json")
+    file.write_text(damage)
+    calls = model[0].calls
+    assert len(costs.forward_costs(model, {"model": "m"})) == len(costs.CPU_COUNTS)
+    assert model[0].calls > calls
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(model, monkeypatch, tmp_path, caplog):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setattr(costs, "default_cache_dir", lambda: blocked)
+    assert costs.forward_costs(model, {"model": "m"})
+    assert "not kept for the next start" in caplog.text

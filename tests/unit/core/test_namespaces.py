@@ -1,0 +1,201 @@
+"""The namespace header, the datastore's HTTP routes and the control socket, without a server."""
+
+import asyncio
+import json
+import socket
+import stat
+import threading
+from types import SimpleNamespace
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from sglang_ext.api import protocol
+from sglang_ext.api.app import extend
+from sglang_ext.api.client import call, call_all
+from sglang_ext.api.control import ControlError, ControlServer, reply, serve
+from sglang_ext.api.namespaces import with_header
+from sglang_ext.requests import RequestOptionError
+
+HEADER = "x-tenant"
+
+
+@pytest.fixture(scope="module")
+def app():
+    """An application that answers with the custom_params of a task started for the request."""
+    app = FastAPI()
+
+    @app.post("/generate")
+    async def generate(body: dict):
+        async def one(params):
+            return with_header(params, HEADER)
+
+        try:
+            params = [one(body.get("custom_params")) for _ in range(2)]
+            return await asyncio.gather(*params)
+        except RequestOptionError as error:
+            return {"error": str(error)}
+
+    return TestClient(extend(extend(app, HEADER), HEADER))
+
+
+@pytest.mark.parametrize(
+    ("header", "params", "expected"),
+    [
+        (None, None, None),
+        (None, {"namespace": "a"}, {"namespace": "a"}),
+        ("acme", None, {"namespace": "acme"}),
+        ("acme", {"ingest": False}, {"ingest": False, "namespace": "acme"}),
+        ("acme", {"namespace": "acme"}, {"namespace": "acme"}),
+    ],
+)
+def test_the_header_joins_custom_params(header, params, expected, app):
+    headers = {} if header is None else {"X-Tenant": header}
+    got = app.post("/generate", json={"custom_params": params}, headers=headers).json()
+    assert got == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("values", "params", "message"),
+    [
+        (["a"], {"namespace": "b"}, "namespace 'b' contradicts the header x-tenant: a"),
+        (["a", "b"], None, "the header x-tenant comes with several values"),
+        (["a/b"], None, "the header x-tenant must be 1 to 128 characters"),
+        ([""], None, "the header x-tenant must be 1 to 128 characters"),
+    ],
+)
+def test_a_header_that_cannot_be_is_named(values, params, message, app):
+    headers = [("x-tenant", value) for value in values]
+    got = app.post("/generate", json={"custom_params": params}, headers=headers).json()
+    assert message in got["error"]
+
+
+def test_one_request_never_sees_anothers_header(app):
+    app.post("/generate", json={}, headers={"x-tenant": "a"})
+    assert app.post("/generate", json={}).json() == [None, None]
+
+
+class FakeDatastore:
+    """Two namespaces, and a flush that can be slow."""
+
+    def __init__(self):
+        self.tokens = {"a": 5, "b": 7}
+        self.num_tokens = 12
+
+    def namespaces(self):
+        return self.tokens
+
+    def flush(self, timeout):
+        if timeout < 1:
+            raise TimeoutError("still sorting")
+
+    def delete_namespace(self, namespace):
+        return self.tokens.pop(namespace, 0)
+
+    def delete_document(self, name, namespace):
+        return 3 if name == "chatcmpl/1" and namespace in (None, "a") else 0
+
+
+@pytest.fixture
+def control(tmp_path, monkeypatch):
+    monkeypatch.setenv(protocol.FOLDER_VARIABLE, str(tmp_path))
+    server = serve([SimpleNamespace(), SimpleNamespace(datastore=FakeDatastore())])
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_routes_reach_the_datastore(app, control):
+    assert app.get("/datastore/namespaces").json() == {"namespaces": {"a": 5, "b": 7}}
+    assert app.post("/datastore/flush").json() == {"tokens": 12}
+    assert app.delete("/datastore/namespaces/a").json() == {"deleted_tokens": 5}
+    assert app.delete("/datastore/namespaces/a").json() == {"deleted_tokens": 0}
+    assert app.delete("/datastore/requests/chatcmpl/1").json() == {"deleted_tokens": 3}
+    other = app.delete("/datastore/requests/chatcmpl/1", params={"namespace": "b"})
+    assert other.json() == {"deleted_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message"),
+    [
+        ("DELETE", "/datastore/namespaces/a%20b", 400, "namespace must be 1 to 128 characters"),
+        ("DELETE", "/datastore/requests/r?namespace=%2F", 400, "namespace must be"),
+        ("POST", "/datastore/flush?timeout=0.5", 504, "still sorting"),
+    ],
+)
+def test_errors_have_openais_shape(method, path, status, message, app, control):
+    response = app.request(method, path)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert message in error["message"] and error["code"] == status
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_without_a_datastore_the_routes_say_so(app, tmp_path, monkeypatch):
+    monkeypatch.setenv(protocol.FOLDER_VARIABLE, str(tmp_path))
+    response = app.get("/datastore/namespaces")
+    assert response.status_code == 404 and "no datastore" in response.text
+    (tmp_path / "scheduler-0.sock").write_text("")
+    assert app.get("/datastore/namespaces").status_code == 503
+
+
+def test_data_parallel_ranks_are_summed(app, control):
+    second = serve([SimpleNamespace(datastore=FakeDatastore())], rank=1)
+    try:
+        assert app.delete("/datastore/namespaces/a").json() == {"deleted_tokens": 10}
+    finally:
+        second.shutdown()
+        second.server_close()
+
+
+def test_the_socket_is_for_this_user_only(control):
+    mode = protocol.socket_path(0).stat().st_mode
+    assert stat.S_IMODE(mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "message"),
+    [
+        (b"\xff\xfe\n", 400, "expected one JSON object"),
+        (b"[1]\n", 400, "expected a JSON object with op one of"),
+        (b'{"op": "drop"}\n', 400, "op one of info"),
+        (b'{"op": "delete_namespace"}\n', 400, "namespace must be"),
+        (b'{"op": "delete_request", "rid": 5}\n', 400, "rid must be"),
+        (b'{"op": "flush", "timeout": "1"}\n', 400, "timeout must be"),
+        (b'{"op": "add_corpus", "file": "/etc/passwd"}\n', 400, "file must be in"),
+        (b'{"op": "namespaces", "x": "' + b"y" * protocol.MAX_LINE + b'"}\n', 413, "longer than"),
+    ],
+)
+def test_whatever_is_sent_costs_an_error_reply_only(line, status, message, control):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(protocol.socket_path(0)))
+        connection.sendall(line)
+        answer = json.loads(connection.makefile().readline())
+    assert answer["status"] == status and message in answer["error"]
+    assert call_all("namespaces") == [{"a": 5, "b": 7}]
+
+
+def test_an_operation_that_breaks_is_a_500():
+    def broken(_request):
+        raise KeyError("x")
+
+    assert reply(broken, b"{}")["status"] == 500
+
+
+def test_a_datastore_that_hangs_times_out_and_others_are_served(tmp_path):
+    release = threading.Event()
+
+    def operations(request):
+        return release.wait(5) if request["op"] == "hang" else "done"
+
+    server = ControlServer(tmp_path / "s", operations).start()
+    try:
+        with pytest.raises(ControlError, match="did not answer hang") as raised:
+            call(tmp_path / "s", "hang", 0.2)
+        assert raised.value.status == 504
+        assert call(tmp_path / "s", "other") == "done"
+    finally:
+        release.set()
+        server.shutdown()
+        server.server_close()
