@@ -22,7 +22,6 @@ SEARCH_COLUMNS = _POSITIONS + _PROBES
 _LOWER, _UPPER, _BOTH = range(3)
 # Columns of the keys that one call searches for, in the first rows of the same array.
 _KEY, _BASE = range(2)
-_ASKED = 512  # landmarks; the halves of no more are asked for beforehand
 _LINE = 64
 
 
@@ -140,36 +139,46 @@ def _make_keys(query_at, query_size, first, last, bits, per_key, keys_at):
 def _search_landmarks(segments, s, count, keys_at):
     """How many landmarks are below each key, into the rows of keys_at.
 
-    Halves the array without branches, for all keys in step. The middles of large arrays stay in
-    the cache; what the last steps read is asked for in two goes.
+    Halves the array without branches, for all keys in step, and asks three halvings ahead for
+    what they may read; once little is left, for all of it.
     """
-    landmarks = vector_at(segments[s, 4], np.uint64)
-    keys = matrix_at(keys_at, SEARCH_COLUMNS, np.uint64)
+    landmarks_at = segments[s, 4]
     bases = matrix_at(keys_at, SEARCH_COLUMNS, np.int64)
     size = segments[s, 5]
     for i in range(count):
         bases[i, _BASE] = 0
-    while size > 0:
-        if size <= _ASKED and size > _ASKED >> 1:
-            half = size >> 1
-            quarter = (size - half) >> 1
-            eighth = (size - half - quarter) >> 1
-            for i in range(count):
-                for far in range(2):
-                    base = bases[i, _BASE] + far * half - 1
-                    prefetch(segments[s, 4], base + quarter, np.int64(0))
-                    prefetch(segments[s, 4], base + eighth, np.int64(0))
-                    prefetch(segments[s, 4], base + quarter + eighth, np.int64(0))
-                prefetch(segments[s, 4], bases[i, _BASE] + half - 1, np.int64(0))
-        elif size <= _ASKED >> 3 and size > _ASKED >> 4:
-            for i in range(count):
-                for at in range(0, size, _LINE // 8):
-                    prefetch(segments[s, 4], bases[i, _BASE] + at, np.int64(0))
-        half = max(1, size >> 1)
+    while size > LANDMARK_EVERY:
+        half = size >> 1
+        quarter = (size - half) >> 1
+        eighth = (size - half - quarter) >> 1
         for i in range(count):
-            base = bases[i, _BASE]
-            bases[i, _BASE] = base + half * np.int64(landmarks[base + half - 1] < keys[i, _KEY])
+            base = bases[i, _BASE] - 1
+            prefetch(landmarks_at, base + half, np.int64(0))
+            for start in (base, base + half):
+                prefetch(landmarks_at, start + quarter, np.int64(0))
+                prefetch(landmarks_at, start + eighth, np.int64(0))
+                prefetch(landmarks_at, start + quarter + eighth, np.int64(0))
+        for step in (half, quarter, eighth):
+            _halve(landmarks_at, keys_at, count, step)
+            size -= step
+    for i in range(count):
+        for at in range(0, size, _LINE // 8):
+            prefetch(landmarks_at, bases[i, _BASE] + at, np.int64(0))
+    while size > 0:
+        half = max(1, size >> 1)
+        _halve(landmarks_at, keys_at, count, half)
         size -= half
+
+
+@njit(cache=True, nogil=True)
+def _halve(landmarks_at, keys_at, count, half):
+    """Moves each key's base on by `half` if the landmark before that is below the key."""
+    landmarks = vector_at(landmarks_at, np.uint64)
+    keys = matrix_at(keys_at, SEARCH_COLUMNS, np.uint64)
+    bases = matrix_at(keys_at, SEARCH_COLUMNS, np.int64)
+    for i in range(count):
+        base = bases[i, _BASE]
+        bases[i, _BASE] = base + half * np.int64(landmarks[base + half - 1] < keys[i, _KEY])
 
 
 @njit(cache=True, nogil=True)

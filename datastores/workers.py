@@ -1,18 +1,17 @@
 """Threads that help the calling thread through one compiled call, and their working memory."""
 
-import logging
+import contextlib
 import os
 import threading
-import time
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 import numpy as np
+from numba import njit, types
 
 from .config import RetrievalConfig
 from .draft_tree import NODE_COLUMNS, WEIGHT_COLUMNS
+from .pointers import atomic_add
 from .search import SEARCH_COLUMNS, search_rows
-
-logger = logging.getLogger(__name__)
 
 
 class Workspace:
@@ -67,69 +66,63 @@ def _arrays(
     )
 
 
-class Work(Protocol):
-    """What a pool runs: one call per thread, each with a workspace of its own."""
+class Helper:
+    """A thread that waits, without the GIL, for its mailbox to name work, and takes part in it.
 
-    def __call__(self, workspace: Workspace, helps: bool) -> bool: ...
+    Were the GIL needed to begin, the thread that calls would wait for the helper whenever the
+    system interrupts the helper at that moment.
+    """
+
+    def __init__(self, run: Callable[[int], object]) -> None:
+        """run: compiled; gets the mailbox's address and never returns."""
+        self._mailbox = np.zeros(MAILBOX_SIZE, np.int64)
+        self.address = int(self._mailbox.ctypes.data)
+        self._workspace = Workspace()
+        self._kept: object = None
+        initialise_mailbox(self.address)
+        threading.Thread(target=self._run, args=(run,), name="retrieval", daemon=True).start()
+
+    def _run(self, run: Callable[[int], object]) -> None:
+        # It must not take its caller's core when it is woken up: it helps if another is free.
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        run(self.address)
+
+    def prepare(self, config: RetrievalConfig, segments: int, kept: object) -> bool:
+        """Whether it is idle; then it is ready for a call, and keeps what the call reads alive."""
+        if self._mailbox[MAILBOX_CALL] != 0:
+            return False
+        table = self._workspace.fit(config, segments)
+        self._mailbox[MAILBOX_WORKSPACE] = table.ctypes.data
+        self._kept = kept
+        return True
 
 
-class WorkerPool:
-    """A few threads that sleep until there is work for all; one job at a time."""
+class HelperPool:
+    """A few helpers; one call at a time uses them, others meanwhile do without."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, run: Callable[[int], object]) -> None:
         self._free = threading.Lock()
-        self._workers = [_Worker() for _ in range(size)]
+        self.helpers = [Helper(run) for _ in range(size)]
 
-    def call(self, work: Work, helpers: int) -> None:
-        """Runs `work` here and in `helpers` more threads, as they get round to it.
-
-        The calls share the work among themselves; here work() returns True once all of it is
-        done, and nobody waits for helpers that are late or interrupted. If another thread has
-        the helpers, this one works alone.
-        """
-        if helpers and self._free.acquire(blocking=False):
-            try:
-                for worker in self._workers[:helpers]:
-                    worker.wake(work)
-                done = work(own_workspace(), False)
-            finally:
-                self._free.release()
-        else:
-            done = work(own_workspace(), False)
-        while not done:  # a helper was interrupted while it put its result in place
-            time.sleep(20e-6)
-            done = work(own_workspace(), False)
-
-
-class _Worker:
-    def __init__(self) -> None:
-        self._work: Work | None = None
-        self._asleep = threading.Lock()
-        self._asleep.acquire()
-        threading.Thread(target=self._run, name="retrieval", daemon=True).start()
-
-    def wake(self, work: Work) -> None:
-        """Only one thread at a time may call this."""
-        self._work = work
-        if self._asleep.locked():  # else it has not yet taken up the last call
-            self._asleep.release()
-
-    def _run(self) -> None:
-        workspace = Workspace()
-        while True:
-            self._asleep.acquire()
-            work, self._work = self._work, None
-            if work is not None:
-                try:
-                    work(workspace, True)
-                except Exception:  # nothing was taken up: compiled code raises none
-                    logger.exception("A retrieval thread failed; the others do its work")
-                del work  # what it holds on to may go
+    @contextlib.contextmanager
+    def ready(
+        self, most: int, config: RetrievalConfig, segments: int, kept: object
+    ) -> Iterator[list[int]]:
+        """Mailboxes of at most so many helpers, none if another call uses them."""
+        if not self._free.acquire(blocking=False):
+            yield []
+            return
+        try:
+            helpers = self.helpers[:most]
+            yield [h.address for h in helpers if h.prepare(config, segments, kept)]
+        finally:
+            self._free.release()
 
 
 _thread = threading.local()
-_pool: WorkerPool | None = None
-_pool_lock = threading.Lock()
+_pools: dict[Callable[[int], object], HelperPool] = {}
+_pools_lock = threading.Lock()
 
 
 def own_workspace() -> Workspace:
@@ -146,22 +139,62 @@ def default_threads() -> int:
     return min(4, len(os.sched_getaffinity(0)))
 
 
-def shared_pool(helpers: int) -> WorkerPool:
-    """The process's pool, made or enlarged to have at least so many threads."""
-    global _pool
-    pool = _pool
-    if pool is None or len(pool._workers) < helpers:
-        with _pool_lock:
-            if _pool is None or len(_pool._workers) < helpers:
-                _pool = WorkerPool(helpers)
-            pool = _pool
+def shared_pool(size: int, run: Callable[[int], object]) -> HelperPool:
+    """The process's helpers that run this, at least so many."""
+    pool = _pools.get(run)
+    if pool is None or len(pool.helpers) < size:
+        with _pools_lock:
+            pool = _pools.get(run)
+            if pool is None:
+                pool = _pools[run] = HelperPool(size, run)
+            pool.helpers += [Helper(run) for _ in range(size - len(pool.helpers))]
     return pool
 
 
-def _forget_pool() -> None:
+def _forget_pools() -> None:
     """A forked child has none of its parent's threads, and locks in any state."""
-    global _pool, _pool_lock
-    _pool, _pool_lock = None, threading.Lock()
+    global _pools, _pools_lock
+    _pools, _pools_lock = {}, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget_pool)
+os.register_at_fork(after_in_child=_forget_pools)
+
+
+# -- compiled ------------------------------------------------------------------------------
+
+# A mailbox: the address of the call to take part in (0: idle), that of the helper's workspace
+# table, and from the third word on a POSIX semaphore (at most 32 bytes on 64-bit Linux), posted
+# when there is a call.
+MAILBOX_CALL, MAILBOX_WORKSPACE, _SEMAPHORE = range(3)
+MAILBOX_SIZE = 16
+_sem_init = types.ExternalFunction("sem_init", types.intc(types.intp, types.intc, types.uintc))
+_sem_post = types.ExternalFunction("sem_post", types.intc(types.intp))
+_sem_wait = types.ExternalFunction("sem_wait", types.intc(types.intp))
+
+
+@njit(cache=True)
+def initialise_mailbox(mailbox_at):
+    _sem_init(mailbox_at + 8 * _SEMAPHORE, 0, 0)
+
+
+@njit(cache=True, nogil=True)
+def post_call(mailbox_at, call_at):
+    """Gives a call to an idle helper."""
+    atomic_add(mailbox_at, call_at)
+    _sem_post(mailbox_at + 8 * _SEMAPHORE)
+
+
+@njit(cache=True, nogil=True)
+def wait_for_call(mailbox_at):
+    """The address of the next call."""
+    call_at = np.int64(0)
+    while call_at == 0:
+        _sem_wait(mailbox_at + 8 * _SEMAPHORE)
+        call_at = atomic_add(mailbox_at, 0)
+    return call_at
+
+
+@njit(cache=True, nogil=True)
+def end_call(mailbox_at, call_at):
+    """Says that the helper is idle again, and reads nothing of the call any more."""
+    atomic_add(mailbox_at, -call_at)

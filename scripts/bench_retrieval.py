@@ -53,7 +53,7 @@ class Built:
 
     @property
     def label(self) -> str:
-        return f"{self.tokens / 1e6:.0f}M"
+        return f"{self.tokens / 1e6:.3g}M"
 
 
 def main() -> int:

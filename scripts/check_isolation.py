@@ -120,9 +120,7 @@ class Bench:
             batch = requests[start : start + BATCH]
             for request in batch:
                 self.drafter.start(request)
-            for request, tree in zip(
-                batch, self.drafter.propose(batch, MAX_NODES), strict=True
-            ):
+            for request, tree in zip(batch, self.drafter.propose(batch, MAX_NODES), strict=True):
                 own += self.look_at(when, request, tree.tokens)
         self.findings.drafts += len(requests)
         self.findings.own += own

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 # A speculative step must promise this much more than a plain one: pays for being wrong about
 # either side.
-MIN_GAIN = 1.04
+MIN_GAIN = 1.06
 # What a step past I_knee must promise over the best one below it.
 SURE_GAIN = 1.2
 _BINS = 12

@@ -17,8 +17,10 @@ from sglang_ext.tree import PackedTrees, TokenTree
 
 logger = logging.getLogger(__name__)
 
-# Of the time of plain steps; drafting for a large batch takes as long as 5% of a step.
-DRAFTING_SHARE = 0.01
+# Of the time of plain steps; drafting for a large batch takes as long as some percent of a step.
+DRAFTING_SHARE = 0.005
+# However long drafting takes, text that starts to repeat is noticed after so many steps.
+MOST_UNDRAFTED = 16
 _NO_PROBS = np.empty(0)
 
 
@@ -57,6 +59,7 @@ class DraftPlanner:
         # Seconds that drafting may still take; see _may_draft.
         self._drafting_credit = 0.0
         self._drafting_s = 0.0
+        self._undrafted = 0
         names = context.options.loaded_drafters()
         self.drafters: dict[str, Drafter] = (
             {name: load(name, context) for name in names} if active else {}
@@ -143,9 +146,7 @@ class DraftPlanner:
             # A drafter must not take the scheduler down with it: this step goes undrafted.
             logger.exception("drafter %s failed to propose", type(drafter).__name__)
 
-    def _observe_late(
-        self, metrics: SpeculationMetrics, running: Sequence[RunningRequest]
-    ) -> None:
+    def _observe_late(self, metrics: SpeculationMetrics, running: Sequence[RunningRequest]) -> None:
         """Where the step's result stays on the device: report what was committed since."""
         trees, accepted = [], []
         for r in running:
@@ -158,11 +159,18 @@ class DraftPlanner:
     def _may_draft(self) -> bool:
         """While drafts do not pay, drafting takes no more than DRAFTING_SHARE of the time."""
         rationed = self.cost is not None and self._options.budget == "auto"
-        return not rationed or self._drafting_credit >= 0.0
+        self._undrafted += 1
+        if rationed and self._drafting_credit < 0 and self._undrafted <= MOST_UNDRAFTED:
+            return False
+        self._undrafted = 0
+        return True
 
     def _note_drafting(self, seconds: float) -> None:
-        self._drafting_s = 0.9 * self._drafting_s + 0.1 * seconds if self._drafting_s else seconds
-        self._drafting_credit -= min(seconds, 2 * self._drafting_s)
+        if not self._drafting_s:
+            self._drafting_s = seconds
+        # One draft that was disturbed is not what drafting takes.
+        self._drafting_s += 0.1 * (min(seconds, 2 * self._drafting_s) - self._drafting_s)
+        self._drafting_credit = -seconds
         if self.metrics is not None:
             self.metrics.note_drafting(seconds)
 

@@ -12,11 +12,11 @@ APP_PATH = "sglang_ext.api.app:app"
 def extend(app: Any, namespace_header: str) -> Any:
     """Add the routes and the middleware to SGLang's FastAPI application; idempotent."""
     from sglang_ext.api.namespaces import NamespaceHeader
-    from sglang_ext.api.routes import router
+    from sglang_ext.api.routes import add_routes
 
     if not getattr(app.state, "sglang_ext", False):
         app.state.sglang_ext = True
-        app.include_router(router)
+        add_routes(app)
         if namespace_header:
             app.add_middleware(NamespaceHeader, header=namespace_header)
     return app

@@ -121,6 +121,10 @@ class ControlServer(socketserver.ThreadingUnixStreamServer):
         threading.Thread(target=self.serve_forever, name="sglang-ext-control", daemon=True).start()
         return self
 
+    def server_close(self) -> None:
+        super().server_close()
+        Path(str(self.server_address)).unlink(missing_ok=True)
+
     def process_request(self, request: Any, client_address: Any) -> None:
         # One too many waits here and with it all that come later: the client's timeout tells it.
         self.free.acquire()

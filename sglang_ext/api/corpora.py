@@ -77,9 +77,7 @@ def _load(tokenizer: Any, request: Any, max_tokens: int) -> tuple[str, int, str]
             else read_jsonl(request.file_path)
         )
         # Cuts a list off where it is too long, as SGLang does; refuses such a file.
-        documents, cut = _tokenized(
-            tokenizer, texts, max_tokens, refuse=request.documents is None
-        )
+        documents, cut = _tokenized(tokenizer, texts, max_tokens, refuse=request.documents is None)
         if not documents:
             raise CorpusError(f"corpus {name!r} holds no text")
         note = f" (truncated: exceeded {max_tokens} token limit)" if cut else ""

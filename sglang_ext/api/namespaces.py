@@ -54,7 +54,6 @@ def with_header(params: Mapping[str, Any] | None, header: str) -> Mapping[str, A
     given = (params or {}).get("namespace")
     if given is not None and given != namespace:
         raise RequestOptionError(
-            f"custom_params.namespace {shown(given)} contradicts the header "
-            f"{header}: {namespace}"
+            f"custom_params.namespace {shown(given)} contradicts the header {header}: {namespace}"
         )
     return {**(params or {}), "namespace": namespace}

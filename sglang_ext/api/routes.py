@@ -1,59 +1,68 @@
-"""The datastore over HTTP. Errors have OpenAI's shape; SGLang's admin key guards every route.
+"""The datastore over HTTP. Errors have OpenAI's shape; SGLang's admin key guards every route:
 
-    GET    /datastore                          size, state, problems
-    POST   /datastore/flush                    wait until all that was served is searchable
-    GET    /datastore/namespaces               tokens by namespace
-    DELETE /datastore/namespaces/{namespace}   forget a tenant
-    DELETE /datastore/requests/{rid}           forget one request's output
+GET    /datastore                          size, state, problems
+POST   /datastore/flush                    wait until all that was served is searchable
+GET    /datastore/namespaces               tokens by namespace
+DELETE /datastore/namespaces/{namespace}   forget a tenant
+DELETE /datastore/requests/{rid}           forget one request's output
 """
 
 import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, Query
+from fastapi import FastAPI, Query
 from fastapi.responses import JSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_ext.api.client import call_all
 from sglang_ext.api.control import ControlError
 
-router = APIRouter(prefix="/datastore")
 
-
-@router.get("")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def info() -> JSONResponse:
     """The datastore's size and state; with data parallelism a list of them."""
     return await _answer("info", lambda infos: infos[0] if len(infos) == 1 else {"ranks": infos})
 
 
-@router.post("/flush")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def flush(timeout: float = Query(30.0, gt=0, le=300)) -> JSONResponse:
     """Wait until all that was served before is searchable."""
     return await _answer("flush", _summed, timeout_s=timeout + 5, timeout=timeout)
 
 
-@router.get("/namespaces")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def namespaces() -> JSONResponse:
     """Served tokens by namespace."""
     return await _answer("namespaces", lambda found: {"namespaces": _summed(found)})
 
 
-@router.delete("/namespaces/{namespace}")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def delete_namespace(namespace: str) -> JSONResponse:
     """Remove a namespace from memory and disk; answers when it is gone."""
     return await _answer("delete_namespace", _deleted, namespace=namespace)
 
 
-@router.delete("/requests/{rid:path}")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def delete_request(rid: str, namespace: str | None = None) -> JSONResponse:
     """Remove what one request contributed from memory and disk; answers when it is gone."""
     return await _answer("delete_request", _deleted, rid=rid, namespace=namespace)
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add the routes to SGLang's application.
+
+    One by one: SGLang looks an endpoint's auth level up among the application's own routes and
+    does not find it in a router that was included.
+    """
+    for method, path, endpoint in (
+        ("GET", "/datastore", info),
+        ("POST", "/datastore/flush", flush),
+        ("GET", "/datastore/namespaces", namespaces),
+        ("DELETE", "/datastore/namespaces/{namespace}", delete_namespace),
+        ("DELETE", "/datastore/requests/{rid:path}", delete_request),
+    ):
+        app.add_api_route(path, endpoint, methods=[method])
 
 
 def error_response(message: str, status: int) -> JSONResponse:

@@ -36,16 +36,23 @@ class FakeDatastore:
         return sum(map(len, documents))
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("s")
+        patch.setenv(protocol.FOLDER_VARIABLE, str(folder))
+        store = FakeDatastore()
+        server = serve([SimpleNamespace(datastore=store)])
+        yield store
+        server.shutdown()
+        server.server_close()
+        assert not list(folder.glob("*.npz"))
+
+
 @pytest.fixture
-def datastore(tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.mktemp("s")
-    monkeypatch.setenv(protocol.FOLDER_VARIABLE, str(folder))
-    store = FakeDatastore()
-    server = serve([SimpleNamespace(datastore=store)])
-    yield store
-    server.shutdown()
-    server.server_close()
-    assert not list(folder.glob("*.npz"))
+def datastore(served):
+    served.added.clear()
+    return served
 
 
 def add(max_tokens=1000, **fields):

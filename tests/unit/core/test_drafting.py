@@ -156,7 +156,7 @@ class Sleeper(Recorder):
         return [TokenTree.empty()] * len(requests)
 
 
-@pytest.mark.parametrize(("budget", "calls"), [("auto", 10), ("fixed", 100)])
+@pytest.mark.parametrize(("budget", "calls"), [("auto", 6), ("fixed", 100)])
 def test_drafting_that_never_pays_takes_little_of_the_time(budget, calls, monkeypatch):
     drafter = Sleeper(None)
     plan = planner(monkeypatch, budget=budget, a=drafter)
@@ -165,7 +165,7 @@ def test_drafting_that_never_pays_takes_little_of_the_time(budget, calls, monkey
         plan.plan(running)
         plan.note_step(1, 0.02)
     proposed = sum(call == ("propose",) for call in drafter.calls)
-    assert proposed == pytest.approx(calls, rel=0.25)
+    assert proposed == pytest.approx(calls, abs=1)
 
 
 def test_metrics_tell_what_was_proposed_and_accepted(monkeypatch):

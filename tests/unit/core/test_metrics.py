@@ -43,9 +43,7 @@ def test_series_in_multiprocess_mode(tmp_path):
         [sys.executable, "-c", textwrap.dedent(SCRIPT)], env=env, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
-    values = dict(
-        line.rsplit(" ", 1) for line in run.stdout.split("\n") if line and line[0] != "#"
-    )
+    values = dict(line.rsplit(" ", 1) for line in run.stdout.split("\n") if line and line[0] != "#")
 
     def value(name: str, **labels: str) -> float:
         pairs = ",".join(f'{k}="{v}"' for k, v in sorted(({"model_name": "m"} | labels).items()))

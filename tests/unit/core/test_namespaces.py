@@ -97,13 +97,23 @@ class FakeDatastore:
         return 3 if name == "chatcmpl/1" and namespace in (None, "a") else 0
 
 
-@pytest.fixture
-def control(tmp_path, monkeypatch):
-    monkeypatch.setenv(protocol.FOLDER_VARIABLE, str(tmp_path))
-    server = serve([SimpleNamespace(), SimpleNamespace(datastore=FakeDatastore())])
-    yield server
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("s")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(protocol.FOLDER_VARIABLE, str(folder))
+        store = FakeDatastore()
+        server = serve([SimpleNamespace(), SimpleNamespace(datastore=store)])
+    yield folder, store
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def control(served, monkeypatch):
+    folder, store = served
+    monkeypatch.setenv(protocol.FOLDER_VARIABLE, str(folder))
+    store.tokens = {"a": 5, "b": 7}
 
 
 def test_routes_reach_the_datastore(app, control):
@@ -130,6 +140,25 @@ def test_errors_have_openais_shape(method, path, status, message, app, control):
     error = response.json()["error"]
     assert message in error["message"] and error["code"] == status
     assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_every_route_asks_for_sglangs_admin_key(control):
+    from sglang.srt.utils.auth import add_api_key_middleware
+
+    app = FastAPI()
+    extend(app, HEADER)
+    add_api_key_middleware(app, api_key=None, admin_api_key="secret")
+    client = TestClient(app)
+    for method, path in [
+        ("GET", "/datastore"),
+        ("POST", "/datastore/flush"),
+        ("GET", "/datastore/namespaces"),
+        ("DELETE", "/datastore/namespaces/a"),
+        ("DELETE", "/datastore/requests/r"),
+    ]:
+        assert client.request(method, path).status_code == 401, path
+    key = {"Authorization": "Bearer secret"}
+    assert client.get("/datastore/namespaces", headers=key).status_code == 200
 
 
 def test_without_a_datastore_the_routes_say_so(app, tmp_path, monkeypatch):

@@ -127,9 +127,7 @@ def test_path_is_what_a_walk_over_the_packed_tree_accepts(tree, output):
     packed = pack([0], [tree], len(tree) + 1)
     # The target's token after each node: the output's, by depth.
     after = [output[d] if d < len(output) else 99 for d in packed.depths[0]]
-    index, lens = walk(
-        packed.tokens, packed.next_token, packed.next_sibling, np.array([after])
-    )
+    index, lens = walk(packed.tokens, packed.next_token, packed.next_sibling, np.array([after]))
     accepted = np.zeros(len(tree), dtype=bool)
     accepted[index[0, 1 : lens[0]] - 1] = True
     assert tree.path(output).tolist() == accepted.tolist()

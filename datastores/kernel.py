@@ -1,0 +1,273 @@
+"""The compiled part of retrieval: one call searches for a batch, shared among threads."""
+
+import numpy as np
+from numba import njit
+
+from .draft_tree import (
+    INPUT,
+    SOURCE_LIVE,
+    SOURCE_PROMPT,
+    SOURCE_STATIC,
+    clear_tree,
+    draft_best_first,
+    fold,
+)
+from .input_trie import find_occurrences
+from .pointers import array_at, atomic_add, load, matrix_at, prefetch, vector_at
+from .search import LENGTHS_AT_ONCE, find_intervals
+from .workers import MAILBOX_WORKSPACE, end_call, post_call, wait_for_call
+
+# A call, as threads share it: counters of requests taken up and of drafts in place, addresses of
+# what is read and written, a few numbers; from CALL_SIZE on, for each request, how many drafts of
+# it were made.
+(_TAKEN, _PLACED, _BATCH, _WIDTH, _SEPARATOR, _BITS, _PER_KEY, _ROWS, _SEGMENTS, _SHARES, _BUDGETS,
+ _MIN_PROB, _LIMITS, _WEIGHTS, _LENGTH_WEIGHTS, _NOVELTY, _TOKENS, _PARENTS, _PROBS, _SOURCES,
+ _SIZES, CALL_SIZE) = range(22)  # fmt: skip
+# The calling thread looks so often for the others' last drafts before it makes them itself.
+_SPINS = 2000
+
+
+@njit(cache=True, nogil=True)
+def run_call(
+    call, rows, segments, shares, budgets, min_prob, separator, bits, per_key, zero,
+    limits, weights, length_weights, novelty, tokens, parents, probs, sources, sizes,
+    workspace, mailboxes,
+):  # fmt: skip
+    """Makes all drafts, with the helpers' help. True once all are in place; else call it again.
+
+    call: int64[CALL_SIZE + batch], zeros. A request that a helper has taken up and not finished
+    is done again here in the end: the system may have interrupted the helper. The first draft
+    made counts, and all are alike.
+    """
+    batch = np.int64(rows.shape[0])
+    call_at = np.int64(call.ctypes.data)
+    call[_BATCH] = batch
+    call[_WIDTH] = tokens.shape[1]
+    call[_SEPARATOR], call[_BITS], call[_PER_KEY] = separator, bits, per_key
+    call[_ROWS] = rows.ctypes.data
+    call[_SEGMENTS] = segments.ctypes.data
+    call[_SHARES] = shares.ctypes.data
+    call[_BUDGETS] = budgets.ctypes.data
+    call[_MIN_PROB] = min_prob.ctypes.data
+    call[_LIMITS] = limits.ctypes.data
+    call[_WEIGHTS] = weights.ctypes.data
+    call[_LENGTH_WEIGHTS] = length_weights.ctypes.data
+    call[_NOVELTY] = novelty.ctypes.data
+    call[_TOKENS] = tokens.ctypes.data
+    call[_PARENTS] = parents.ctypes.data
+    call[_PROBS] = probs.ctypes.data
+    call[_SOURCES] = sources.ctypes.data
+    call[_SIZES] = sizes.ctypes.data
+    if call[_TAKEN] == 0:
+        for mailbox_at in mailboxes:
+            post_call(mailbox_at, call_at)
+    workspace_at = np.int64(workspace.ctypes.data)
+    _take_requests(call_at, workspace_at, zero)
+    if _all_placed(call_at):
+        return True
+    for request in range(batch):
+        if atomic_add(call_at + 8 * (CALL_SIZE + request), 0) == 0:
+            _retrieve_one(call_at, request, workspace_at, zero)
+    return _all_placed(call_at)
+
+
+@njit(cache=True, nogil=True)
+def help_forever(mailbox_at, zero):
+    """What a helper does: takes part in each call that its mailbox names."""
+    mailbox = vector_at(mailbox_at, np.int64)
+    while True:
+        call_at = wait_for_call(mailbox_at)
+        _take_requests(call_at, mailbox[MAILBOX_WORKSPACE], zero)
+        end_call(mailbox_at, call_at)
+
+
+@njit(cache=True, nogil=True)
+def _take_requests(call_at, workspace_at, zero):
+    batch = vector_at(call_at, np.int64)[_BATCH]
+    request = atomic_add(call_at + 8 * _TAKEN, 1)
+    while request < batch:
+        _retrieve_one(call_at, request, workspace_at, zero)
+        request = atomic_add(call_at + 8 * _TAKEN, 1)
+
+
+@njit(cache=True, nogil=True)
+def _all_placed(call_at):
+    """Whether all drafts are in place, or are within some microseconds."""
+    batch = vector_at(call_at, np.int64)[_BATCH]
+    for _ in range(_SPINS):
+        if atomic_add(call_at + 8 * _PLACED, 0) >= batch:
+            return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def _retrieve_one(call_at, request, workspace_at, zero):
+    """Makes one request's draft; puts it in place unless another thread has done so."""
+    call = vector_at(call_at, np.int64)
+    workspace = vector_at(workspace_at, np.int64)
+    limits = vector_at(call[_LIMITS], np.int64)
+    prefix, longest, max_branch = limits[0], limits[1], limits[2]
+    max_samples, max_input, max_scan, min_matches = limits[3], limits[4], limits[5], limits[6]
+    length_weights = matrix_at(call[_LENGTH_WEIGHTS], longest + 1, np.float64)
+    novelty = matrix_at(call[_NOVELTY], longest + max_branch + 1, np.float64)
+    tree = (workspace[0], workspace[1], workspace[2], workspace[3], workspace[14])
+    draft = (workspace[6], workspace[7], workspace[8], workspace[9])
+    row = vector_at(call[_ROWS] + 40 * request, np.int64)
+    share = vector_at(call[_SHARES] + 16 * request, np.int64)
+    seen_at, size, prompt_size = row[0], row[3], row[4]
+    budget = vector_at(call[_BUDGETS], np.int64)[request]
+    drafted = np.int64(0)
+    if size > 0 and budget > 0:
+        branch = min(max_branch, budget)  # no node of a draft is deeper than its size
+        texts = (seen_at, prompt_size, call[_SEGMENTS] + 56 * share[0], call[_SEPARATOR])
+        clear_tree(tree)
+        found = vector_at(workspace[10], np.int32)
+        lengths = vector_at(workspace[10] + 4 * max_input, np.int32)
+        n = find_occurrences(
+            array_at(seen_at, size, np.int32),
+            vector_at(row[1], np.int32),
+            vector_at(row[2], np.int32),
+            longest, max_input, max_scan, found, lengths,
+            matrix_at(workspace[10] + 8 * max_input, max_input + 1, np.int32),
+        )  # fmt: skip
+        nodes = np.int64(1)
+        for k in range(n):
+            length, start = np.int64(lengths[k]), np.int64(found[k])
+            nodes = fold(
+                tree, nodes, texts, zero, INPUT, seen_at, np.int32(0), start,
+                min(start + branch, size), length, length_weights[0, length], k, SOURCE_PROMPT,
+            )  # fmt: skip
+        if share[1] > 0 and max_samples > 0:
+            nodes = _fold_datastore(
+                tree, nodes, texts, zero, size, share[1], n, prefix, longest, call[_BITS],
+                call[_PER_KEY], branch, max_samples, min_matches, length_weights,
+                workspace[11], workspace[12], workspace[13],
+            )  # fmt: skip
+        drafted = draft_best_first(
+            tree, nodes, texts, zero, vector_at(call[_WEIGHTS], np.float64), length_weights,
+            novelty, vector_at(call[_MIN_PROB], np.float64)[0], budget,
+            workspace[4], workspace[5], draft,
+        )  # fmt: skip
+    if atomic_add(call_at + 8 * (CALL_SIZE + request), 1) == 0:
+        _place(call, request, drafted, draft)
+        atomic_add(call_at + 8 * _PLACED, 1)
+
+
+@njit(cache=True, nogil=True)
+def _place(call, request, drafted, draft):
+    """Copies a draft to where the caller looks for it."""
+    start = request * call[_WIDTH]
+    tokens = vector_at(call[_TOKENS] + 4 * start, np.int32)
+    parents = vector_at(call[_PARENTS] + 4 * start, np.int32)
+    probs = vector_at(call[_PROBS] + 4 * start, np.float32)
+    sources = vector_at(call[_SOURCES] + start, np.int8)
+    for i in range(drafted):
+        tokens[i] = load(draft[0], i, np.int32(0))
+        parents[i] = load(draft[1], i, np.int32(0))
+        probs[i] = load(draft[2], i, np.float32(0))
+        sources[i] = load(draft[3], i, np.int8(0))
+    vector_at(call[_SIZES], np.int64)[request] = drafted
+
+
+@njit(cache=True, nogil=True)
+def _fold_datastore(
+    tree, nodes, texts, zero, size, num_segments, number, prefix, longest, bits, per_key,
+    branch, max_samples, min_matches, length_weights, intervals_at, searches_at, sampled_at,
+):  # fmt: skip
+    """Samples continuations of the longest matches, then of shorter ones while there are few.
+
+    At most `prefix` of the last tokens are searched for; those before them tell how far the
+    longest matches reach back. Of each shorter length only the occurrences that do not match one
+    token more are counted: the others have been already. Samples lie at regular intervals over
+    all sub-indices' matches put end to end, which splits them by match count, and each stands for
+    its interval.
+    """
+    seen_at, _, segments_at, separator = texts
+    segments = matrix_at(segments_at, 7, np.int64)
+    seen = vector_at(seen_at, np.int32)
+    # Ids that the datastore cannot hold match nothing; the separator is the first of them.
+    context = max(0, size - longest)
+    for position in range(context, size):
+        if seen[position] >= separator:
+            context = position + 1
+    query = max(context, size - prefix)
+    query_size = size - query
+    sampled = vector_at(sampled_at, np.int64)
+    left = max_samples
+    matches = np.int64(0)
+    searched = np.int64(0)
+    for start in range(query_size):
+        if start == searched:
+            searched = min(start + LENGTHS_AT_ONCE, query_size)
+            find_intervals(
+                segments_at, num_segments, seen_at + 4 * query, query_size, start, searched,
+                separator, bits, per_key, zero, intervals_at, searches_at,
+            )  # fmt: skip
+        length = query_size - start
+        intervals = matrix_at(intervals_at + 16 * start * num_segments, 2, np.int64)
+        total = np.int64(0)
+        for s in range(num_segments):
+            total += max(0, intervals[s, 1] - intervals[s, 0])
+        if total > matches:
+            samples = min(left, total)
+            share = total / samples
+            _sample(segments, zero, intervals, length, total, samples, branch, sampled)
+            for k in range(samples):
+                s, position = sampled[2 * k], sampled[2 * k + 1]
+                if position < 0:
+                    continue
+                tokens_at = segments[s, 0]
+                if start > 0 and matches > 0 and position > 0:
+                    before = np.int64(load(tokens_at, position - 1, zero))
+                    if before == seen[query + start - 1]:
+                        continue
+                left -= 1
+                end = position + length
+                reach = length
+                if start == 0:
+                    reach = _match_length(seen, context, size, tokens_at, end, length, zero)
+                nodes = fold(
+                    tree, nodes, texts, zero, s, tokens_at, zero, end,
+                    min(end + branch, segments[s, 1]), reach, share * length_weights[1, reach],
+                    number, SOURCE_LIVE if segments[s, 6] != 0 else SOURCE_STATIC,
+                )  # fmt: skip
+                number += 1
+        matches = total
+        if total >= min_matches or left == 0:
+            break
+    return nodes
+
+
+@njit(cache=True, nogil=True)
+def _sample(segments, zero, intervals, length, total, samples, branch, sampled):
+    """Sub-index and position of each sample; what will be read there is asked for already."""
+    s = 0
+    skipped = np.int64(0)  # matches in the sub-indices before s
+    for k in range(samples):
+        rank = (2 * k + 1) * total // (2 * samples)
+        while rank - skipped >= max(0, intervals[s, 1] - intervals[s, 0]):
+            skipped += max(0, intervals[s, 1] - intervals[s, 0])
+            s += 1
+        at = intervals[s, 0] + rank - skipped
+        sampled[2 * k] = s
+        sampled[2 * k + 1] = at
+        prefetch(segments[s, 2], at, np.int32(0))
+    for k in range(samples):
+        s = sampled[2 * k]
+        position = np.int64(load(segments[s, 2], sampled[2 * k + 1], np.int32(0)))
+        # Only a damaged file has positions where there are no tokens.
+        if position < 0 or position + length > segments[s, 1]:
+            position = np.int64(-1)
+        else:
+            prefetch(segments[s, 0], position - 1, zero)
+            prefetch(segments[s, 0], position + length + branch - 1, zero)
+        sampled[2 * k + 1] = position
+
+
+@njit(cache=True, nogil=True)
+def _match_length(seen, context, size, tokens_at, end, length, zero):
+    """How far tokens[:end] and seen[context:size] agree backwards; `length` is known to."""
+    limit = min(size - context, end)
+    while length < limit and load(tokens_at, end - 1 - length, zero) == seen[size - 1 - length]:
+        length += 1
+    return length

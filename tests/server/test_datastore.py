@@ -1,0 +1,224 @@
+"""Namespaces, deletion, corpora and metrics of the datastore, on one real server."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from scripts.server import Server
+from tests.server.conftest import CHUNK, MODEL
+
+HEADER = "x-sglang-ext-namespace"
+PROMPT = "List the planets of the solar system, one a line.\n1."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("datastore") / "store"
+
+
+@pytest.fixture(scope="module")
+def server(folder) -> Iterator[Server]:
+    """SSSD over a durable datastore, with metrics and an admin key."""
+    flags = ["--speculative-algorithm", "SSSD", "--datastore", str(folder), "--enable-metrics"]
+    with Server(MODEL, [*flags, *CHUNK, "--admin-api-key", "secret"], name="datastore") as server:
+        yield server
+
+
+def admin(server: Server, method: str, path: str, **options):
+    headers = {"Authorization": "Bearer secret"}
+    return requests.request(method, server.base_url + path, headers=headers, timeout=60, **options)
+
+
+def generate(server: Server, header: str | None = None, path: str = "/generate", **body):
+    headers = {} if header is None else {HEADER: header}
+    return requests.post(server.base_url + path, json=body, headers=headers, timeout=300)
+
+
+def ask(server: Server, header: str | None = None, n: int = 1, **params):
+    """A /generate request of 24 tokens; its answer, or the answers of n samples."""
+    sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True, "n": n}
+    response = generate(
+        server, header, text=PROMPT, sampling_params=sampling | {"custom_params": params}
+    )
+    assert response.ok, response.text
+    return response.json()
+
+
+def namespaces(server: Server) -> dict[str, int]:
+    assert admin(server, "POST", "/datastore/flush").ok
+    return admin(server, "GET", "/datastore/namespaces").json()["namespaces"]
+
+
+def test_outputs_join_the_namespace_of_params_or_header_and_no_other(server):
+    before = namespaces(server).get("default", 0)
+    ask(server, namespace="by-params")
+    ask(server, header="by-header")
+    ask(server, header="opted-out", ingest=False)
+    ask(server)
+    found = namespaces(server)
+    assert found["by-params"] == found["by-header"] > 24
+    assert found["default"] == before + found["by-params"]
+    assert "opted-out" not in found
+
+
+def test_one_tenants_text_speeds_up_its_own_repetition_only(server):
+    first = ask(server, namespace="fast")
+    namespaces(server)  # waits until it is searchable
+    again = ask(server, namespace="fast")
+    other = ask(server, namespace="elsewhere")
+    assert again["output_ids"] == other["output_ids"] == first["output_ids"]
+    steps = [a["meta_info"]["spec_verify_ct"] for a in (first, again, other)]
+    assert steps[1] < 0.7 * steps[2], steps
+    assert steps[2] > 0.8 * steps[0], steps
+
+
+def test_openai_routes_take_the_header(server):
+    body = {"model": MODEL, "max_tokens": 12, "temperature": 0}
+    chat = body | {"messages": [{"role": "user", "content": "Say hello."}]}
+    assert generate(server, "chat", "/v1/chat/completions", **chat).ok
+    completions = body | {"prompt": ["One, two,", "Red, green,"]}
+    assert generate(server, "completions", "/v1/completions", **completions).ok
+    found = namespaces(server)
+    assert found["chat"] > 0 and found["completions"] > 0
+
+
+@pytest.mark.parametrize(
+    ("header", "params", "message"),
+    [
+        ("a", {"namespace": "b"}, "custom_params.namespace 'b' contradicts the header"),
+        ("a b", {}, f"the header {HEADER} must be 1 to 128 characters"),
+        (None, {"namespace": "a/b"}, "custom_params.namespace must be 1 to 128 characters"),
+        (None, {"namespace": 5}, "custom_params.namespace"),
+        (None, {"ingest_name": ""}, "custom_params.ingest_name"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions"])
+def test_bad_namespaces_get_a_400(header, params, message, path, server):
+    body = {
+        "/generate": {"text": "x", "sampling_params": {"custom_params": params}},
+        "/v1/chat/completions": {
+            "model": MODEL, "messages": [{"role": "user", "content": "x"}], "custom_params": params,
+        },
+        "/v1/completions": {"model": MODEL, "prompt": ["x", "y"], "custom_params": params},
+    }[path]  # fmt: skip
+    response = generate(server, header, path, **body)
+    assert response.status_code == 400 and message in response.text
+
+
+def test_requests_are_deleted_by_the_id_that_the_answer_carries(server):
+    answers = [*ask(server, namespace="ids", n=2), ask(server, namespace="ids")]
+    chat = generate(
+        server, "ids", "/v1/chat/completions",
+        model=MODEL, max_tokens=12, messages=[{"role": "user", "content": "Count to nine."}],
+    )  # fmt: skip
+    ids = [a["meta_info"]["id"] for a in answers] + [chat.json()["id"]]
+    total = namespaces(server)["ids"]
+    deleted = [admin(server, "DELETE", f"/datastore/requests/{rid}").json() for rid in ids]
+    tokens = [d["deleted_tokens"] for d in deleted]
+    assert min(tokens) > 0 and sum(tokens) == total
+    assert "ids" not in namespaces(server)
+    again = admin(server, "DELETE", f"/datastore/requests/{ids[0]}")
+    assert again.ok and again.json() == {"deleted_tokens": 0}
+
+
+def test_ingest_name_covers_every_choice_of_a_request(server):
+    response = generate(
+        server, "named", "/v1/completions",
+        model=MODEL, prompt=["One, two,", "Red, green,"], n=2, max_tokens=12, temperature=0,
+        custom_params={"ingest_name": "order/66"},
+    )  # fmt: skip
+    assert response.ok and len(response.json()["choices"]) == 4
+    total = namespaces(server)["named"]
+    wrong = admin(server, "DELETE", "/datastore/requests/order/66", params={"namespace": "ids"})
+    assert wrong.json() == {"deleted_tokens": 0}
+    deleted = admin(server, "DELETE", "/datastore/requests/order/66")
+    assert deleted.json() == {"deleted_tokens": total}
+
+
+def test_a_deleted_namespace_is_gone_from_memory_and_files(server, folder):
+    ask(server, namespace="doomed")
+    total = namespaces(server)["doomed"]
+    assert any(b"doomed" in p.read_bytes() for p in folder.rglob("*") if p.is_file())
+    assert admin(server, "DELETE", "/datastore/namespaces/doomed").json() == {
+        "deleted_tokens": total
+    }
+    assert "doomed" not in namespaces(server)
+    ask(server, namespace="kept")
+    assert namespaces(server)["kept"] == total
+
+
+def test_routes_need_the_admin_key_and_refuse_in_openais_shape(server):
+    url = server.base_url + "/datastore"
+    assert requests.get(url, timeout=30).status_code == 401
+    assert requests.delete(url + "/namespaces/kept", timeout=30).status_code == 401
+    bad = admin(server, "DELETE", "/datastore/namespaces/a%20b")
+    assert bad.status_code == 400
+    assert "namespace must be 1 to 128 characters" in bad.json()["error"]["message"]
+
+
+def test_info_tells_size_and_state(server, folder):
+    info = admin(server, "GET", "/datastore").json()
+    assert info["path"] == str(folder) and info["problems"] == []
+    assert info["num_tokens"] >= sum(info["namespaces"].values()) > 0
+    assert info["bytes_per_token"] > 0 and info["disk_bytes"] > 0
+
+
+def test_corpora_are_checked_before_they_are_loaded(server, tmp_path):
+    def add(**body):
+        return admin(server, "POST", "/add_external_corpus", json=body)
+
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('"a string"\n{"text": "a record"}\n{"txt": "no field"}\n')
+    assert "line 3: no field text or content" in add(corpus_id="x", file_path=str(path)).text
+    with path.open("wb") as file:
+        file.write(b'"')
+        file.truncate(100 << 20)  # a line of 100 MB
+    response = add(corpus_id="x", file_path=str(path))
+    assert response.status_code == 400 and "line 1: longer than 16 MiB" in response.text
+    assert "documents must be a list" in add(corpus_id="x", documents="text").text
+    assert "holds no text" in add(corpus_id="x", documents=["", ""]).text
+    good = add(corpus_id="x", documents=["The quick brown fox jumps over the lazy dog. " * 5])
+    assert good.ok, good.text
+    assert "exists already" in add(corpus_id="x", documents=["more"]).text
+    assert ask(server)["output_ids"]
+    assert admin(server, "GET", "/datastore").json()["corpora"] == {
+        "x": good.json()["loaded_token_count"]
+    }
+    assert admin(server, "POST", "/remove_external_corpus", json={"corpus_id": "x"}).ok
+
+
+def test_metrics_are_in_sglangs_endpoint(server):
+    ask(server, namespace="metrics")
+    namespaces(server)
+    ask(server, namespace="metrics")  # drafts from what was just served
+    text = requests.get(server.base_url + "/metrics", timeout=30).text
+    found: dict[str, float] = {}
+    for name, labels, value in re.findall(r"^sglang_ext:(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        assert f'model_name="{MODEL}"' in labels
+        other = re.search(r'(source|kind)="(\w+)"', labels)
+        found[name + (f".{other[2]}" if other else "")] = float(value)
+    assert found["accept_length_count"] > 0 and found["verify_width_count"] > 0
+    assert found["retrieval_seconds_count"] > 0
+    assert found["proposed_tokens_total.live"] >= found["accepted_tokens_total.live"] > 0
+    assert {"proposed_tokens_total.static", "proposed_tokens_total.prompt"} <= found.keys()
+    assert found["datastore_tokens.live"] > 0 and found["datastore_bytes.disk"] > 0
+    assert found["budget_knee_tokens"] >= found["budget_cap"] >= 1
+    assert {"datastore_ingest_lag_seconds", "datastore_dropped_documents_total"} <= found.keys()
+
+
+def test_a_restart_serves_what_was_learned(server, folder):
+    ask(server, namespace="lasting")
+    before = namespaces(server)
+    server.stop()
+    with Server(
+        MODEL,
+        ["--speculative-algorithm", "SSSD", "--datastore", str(folder), *CHUNK],
+        name="restarted",
+        port=server.port,
+    ) as restarted:
+        after = requests.get(restarted.base_url + "/datastore/namespaces", timeout=60).json()
+    kept = {name: after["namespaces"].get(name) for name in before if name != "default"}
+    assert kept == {name: tokens for name, tokens in before.items() if name != "default"}
