@@ -135,7 +135,7 @@ def unfold(nodes_at, weights_at, size, texts, zero, node):
     position = np.int64(nodes[node, REST_POSITION])
     end = np.int64(nodes[node, REST_END])
     nodes[node, REST_END] = 0
-    origin = np.int64(nodes[node, SOURCES])
+    origin = nodes[node, SOURCES]
     if segment == INPUT:
         source = 0
         token = np.int64(load(seen_at, position, np.int32(0)))

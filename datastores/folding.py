@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .config import DatastoreError
 from .container import Container, read_container, write_container
@@ -103,7 +104,7 @@ def merge_all(segments: Sequence[Segment], vocab_size: int, segment_tokens: int)
     """Neighbours merged, the smallest first, as long as they fit segment_tokens."""
     merged = list(segments)
     while True:
-        sizes = [a.num_tokens + b.num_tokens for a, b in zip(merged, merged[1:], strict=False)]
+        sizes = [a.num_tokens + b.num_tokens for a, b in pairwise(merged)]
         if not sizes or min(sizes) > segment_tokens:
             return merged
         at = sizes.index(min(sizes))

@@ -163,8 +163,8 @@ def find_occurrences(tokens, same_one, same_two, longest, limit, scan, found, le
     size = tokens.size
     if size < 2 or limit == 0:
         return 0
-    for length in range(longest + 1):
-        buckets[length, limit] = 0  # how many of this length there are
+    for shorter in range(longest + 1):
+        buckets[shorter, limit] = 0  # how many of this length there are
     full = np.int64(0)
     if longest >= 2:
         position = np.int64(same_two[size - 1])

@@ -94,7 +94,7 @@ def _take_requests(call_at, workspace_at, zero):
 def _all_placed(call_at):
     """Whether all drafts are in place, or are within some microseconds."""
     batch = vector_at(call_at, np.int64)[_BATCH]
-    for _ in range(_SPINS):
+    for _ in range(_SPINS):  # noqa: SIM110 (compiled)
         if atomic_add(call_at + 8 * _PLACED, 0) >= batch:
             return True
     return False
@@ -194,8 +194,8 @@ def _fold_datastore(
     query_size = size - query
     sampled = vector_at(sampled_at, np.int64)
     left = max_samples
-    matches = np.int64(0)
-    searched = np.int64(0)
+    matches = 0
+    searched = 0
     for start in range(query_size):
         if start == searched:
             searched = min(start + LENGTHS_AT_ONCE, query_size)
@@ -205,7 +205,7 @@ def _fold_datastore(
             )  # fmt: skip
         length = query_size - start
         intervals = matrix_at(intervals_at + 16 * start * num_segments, 2, np.int64)
-        total = np.int64(0)
+        total = 0
         for s in range(num_segments):
             total += max(0, intervals[s, 1] - intervals[s, 0])
         if total > matches:

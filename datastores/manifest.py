@@ -77,7 +77,7 @@ def read_manifest(folder: str) -> Manifest | None:
 
 
 def write_manifest(folder: str, manifest: Manifest) -> None:
-    """Replaces the folder's manifest. DatastoreError if it cannot; the old one is then as it was."""
+    """Replaces the folder's manifest. DatastoreError if it cannot: the old one is as it was."""
     content = {"format": _FORMAT, "version": VERSION, **asdict(manifest)}
     content = json.loads(json.dumps(content))  # tuples become lists, as a reader will see them
     text = json.dumps({"crc32": _checksum(content), "manifest": content}, indent=1)

@@ -5,7 +5,7 @@ a table of addresses costs nothing, and one call serves many requests and sub-in
 passes an address keeps its array alive until the compiled call returns.
 """
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic

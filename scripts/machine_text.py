@@ -9,17 +9,20 @@ import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from sglang_ext.models import resolve
 from sglang_ext.models.store import default_cache_dir
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "text" / "gsm8k_train.jsonl.gz"
 TEXT_SUFFIXES = frozenset(
-    ".py .pyi .c .cc .cpp .cu .cuh .h .hpp .js .md .pl .pm .rb .rst .sh .tcl .txt".split()
-)
+    (".py", ".pyi", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".js", ".md", ".pl", ".pm",
+     ".rb", ".rst", ".sh", ".tcl", ".txt")
+)  # fmt: skip
 MOST_FILE_BYTES = 1 << 20  # larger ones are tables and generated code
 ENCODE_CHARACTERS = 8 << 20
 
@@ -80,11 +83,20 @@ def machine_text(model: str, num_tokens: int) -> Documents:
     return made
 
 
+def tokenizer_size(model: str) -> int:
+    """Ids that a model's tokenizer has."""
+    return load_tokenizer(model).get_vocab_size()
+
+
+@cache
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer of a model path or name."""
+    return Tokenizer.from_file(str(Path(resolve(model)) / "tokenizer.json"))
+
+
 def tokenize_machine(model: str, num_tokens: int) -> Documents:
     """Tokenizes texts until there are num_tokens."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(Path(resolve(model)) / "tokenizer.json"))
+    tokenizer = load_tokenizer(model)
     dtype = np.uint16 if tokenizer.get_vocab_size() < 1 << 16 else np.uint32
     documents: list[np.ndarray] = []
     total, began = 0, time.perf_counter()

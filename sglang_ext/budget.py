@@ -134,8 +134,12 @@ class Calibration:
 
     def __call__(self, probs: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
         """float64[n], the corrected probabilities."""
-        prior = probs.astype(np.float64) if self.parent is None else self.parent(probs)
-        bins = _bin(probs)
+        return self._correct(probs, _bin(probs))
+
+    def _correct(
+        self, probs: npt.NDArray[np.float32], bins: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float64]:
+        prior = probs if self.parent is None else self.parent._correct(probs, bins)
         return (self.accepted[bins] + self.weight * prior) / (self.seen[bins] + self.weight)
 
     def observe(self, probs: npt.NDArray[np.float32], accepted: npt.NDArray[np.bool_]) -> None:
@@ -153,7 +157,7 @@ class Calibration:
 def _bin(probs: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     # Half-octave bins: 1, 0.71, 0.5, ...; what is rarer shares the last one.
     octaves = -2.0 * np.log2(np.maximum(probs, 1e-6))
-    return np.clip(octaves, 0, _BINS - 1).astype(np.int64)
+    return np.minimum(np.maximum(octaves, 0.0), _BINS - 1).astype(np.int64)
 
 
 def choose_nodes(

@@ -201,7 +201,9 @@ def test_smaller_draft_is_a_prefix_of_a_larger(
 
 @pytest.mark.parametrize("threads", [1, 3])
 @settings(max_examples=30, deadline=None)
-@given(histories=st.lists(histories, min_size=1, max_size=40), corpora=st.lists(corpora, max_size=3))
+@given(
+    histories=st.lists(histories, min_size=1, max_size=40), corpora=st.lists(corpora, max_size=3)
+)
 def test_batch_equals_one_by_one(
     threads: int, histories: list[list[int]], corpora: list[list[list[int]]]
 ) -> None:
