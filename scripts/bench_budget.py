@@ -4,10 +4,13 @@ Spec-Bench prompts of all categories, each measured once, cold: nothing served b
 datastore, so drafts come from the prompt and the answer so far. What the budget chose is read
 from the server's metrics. Both servers are up at once; short runs of the same prompts take turns
 and the median of their ratios counts, so that a disturbance of the machine hits both or neither.
+Two processes of the same plain server differ by 3% here, for as long as they live, so the servers
+are started several times.
 
-    python -m scripts.bench_budget [--repeats N] [--tokens N] [--quick] [--json FILE]
+    python -m scripts.bench_budget [--launches N] [--repeats N] [--tokens N] [--quick] [--json FILE]
 """
 
+import itertools
 import statistics
 import sys
 import time
@@ -56,28 +59,29 @@ class Rows:
 
 def main() -> int:
     args = parser(__doc__)
-    args.add_argument("--repeats", type=int, default=11, help="pairs of runs per batch [11]")
+    args.add_argument("--launches", type=int, default=3, help="times that both servers start [3]")
+    args.add_argument("--repeats", type=int, default=4, help="pairs of runs per launch [4]")
     args.add_argument("--tokens", type=int, default=64, help="tokens per answer [64]")
     options = args.parse_args()
     if options.quick:
-        options.repeats, options.tokens = 3, 48
+        options.launches, options.repeats, options.tokens = 1, 3, 48
     prompts = [p.input_ids for p in spec_bench(options.model, max_prompt_tokens=MAX_PROMPT_TOKENS)]
-    with ExitStack() as stack:
-        flags = ["--speculative-algorithm", "SSSD", "--enable-metrics"]
-        plain = Server(options.model, ["--enable-metrics"], name="plain").start()
-        stack.callback(plain.stop)
-        sssd = Server(options.model, flags, name="sssd").start()
-        stack.callback(sssd.stop)
-        plain.wait()
-        sssd.wait()
-        rows = {batch: Rows() for batch in BATCHES}
-        taken = 0
-        for repeat in range(-1, options.repeats):  # the first one warms up
-            for batch in BATCHES:
-                chosen = [prompts[(taken + i) % len(prompts)] for i in range(batch)]
-                taken += batch
-                measure(rows[batch], repeat, plain, sssd, chosen, options.tokens)
-                show(repeat, batch, rows[batch])
+    rows = {batch: Rows() for batch in BATCHES}
+    fresh = itertools.cycle(prompts)
+    for _ in range(options.launches):
+        with ExitStack() as stack:
+            plain = Server(options.model, ["--enable-metrics"], name="plain").start()
+            stack.callback(plain.stop)
+            flags = ["--speculative-algorithm", "SSSD", "--enable-metrics"]
+            sssd = Server(options.model, flags, name="sssd").start()
+            stack.callback(sssd.stop)
+            plain.wait()
+            sssd.wait()
+            for repeat in range(-1, options.repeats):  # the first one warms up
+                for batch in BATCHES:
+                    chosen = list(itertools.islice(fresh, batch))
+                    measure(rows[batch], repeat, plain, sssd, chosen, options.tokens)
+                    show(batch, rows[batch])
     print()
     table(rows)
     figures = {f"ratio_b{batch}": statistics.median(r.ratios) for batch, r in rows.items()}
@@ -142,11 +146,11 @@ def read_metrics(url: str) -> dict[str, float]:
     return found
 
 
-def show(repeat: int, batch: int, rows: Rows) -> None:
+def show(batch: int, rows: Rows) -> None:
     """The state of one batch size, on one line."""
     if rows.ratios:
         print(
-            f"repeat {repeat + 1}, batch {batch}: plain {rows.plain[-1]:.1f}, SSSD "
+            f"run {len(rows.ratios)}, batch {batch}: plain {rows.plain[-1]:.1f}, SSSD "
             f"{rows.sssd[-1]:.1f} tok/s; median ratio {statistics.median(rows.ratios):.3f}",
             flush=True,
         )

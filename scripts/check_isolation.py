@@ -10,7 +10,6 @@ gone from the bytes of every file too.
     python -m scripts.check_isolation [--quick] [--json FILE]
 """
 
-import argparse
 import sys
 import tempfile
 import threading
@@ -36,6 +35,10 @@ COMMON = 2000  # token ids that contexts are made of; markers are above
 TIMEOUT_S = 120
 
 
+class NothingShown(Exception):
+    """What was to be looked for could not have been there."""
+
+
 @dataclass(frozen=True)
 class Text:
     """One served output: a shared context, then markers."""
@@ -53,6 +56,7 @@ class Findings:
     drafts: int = 0
     own: int = 0
     leaks: int = 0
+    left: int = 0
     messages: list[str] = field(default_factory=list)
 
     def note(self, message: str) -> None:
@@ -69,9 +73,9 @@ class Bench:
         self.findings = Findings()
         rng = np.random.default_rng(0)
         self.contexts = [tuple(map(int, rng.integers(0, COMMON, CONTEXT))) for _ in range(contexts)]
-        self.next_marker = COMMON
-        per_round = (len(TENANTS) + 2) * contexts
-        self.vocab_size = COMMON + (rounds + 1) * per_round * MARKERS
+        self.vocab_size = COMMON + rounds * (len(TENANTS) + 2) * contexts * MARKERS
+        # Shuffled: ascending ones would stand in suffix arrays too, as positions.
+        self.unused = rng.permutation(np.arange(COMMON, self.vocab_size)).tolist()
         self.owner = np.full(self.vocab_size, -1)  # index of the text that a marker belongs to
         self.texts: list[Text] = []
         self.gone: set[int] = set()  # texts that nobody may see (deleted, opted out, aborted)
@@ -86,8 +90,7 @@ class Bench:
         self.drafter = self.open()
 
     def write(self, tenant: str, context: tuple[int, ...]) -> Text:
-        markers = tuple(range(self.next_marker, self.next_marker + MARKERS))
-        self.next_marker += MARKERS
+        markers = tuple(self.unused.pop() for _ in range(MARKERS))
         self.owner[list(markers)] = len(self.texts)
         text = Text(f"{tenant}-{len(self.texts)}", tenant, context, markers)
         self.texts.append(text)
@@ -127,7 +130,7 @@ class Bench:
         served = {t.tenant for i, t in enumerate(self.texts) if i not in self.gone}
         print(f"{when}: {len(requests)} drafts, {own} with the tenant's own markers")
         if own < len(self.contexts) * len(served):
-            raise SystemExit(f"{when}: hardly a draft has its tenant's text; this checks nothing")
+            raise NothingShown(f"{when}: hardly a draft has its tenant's own text")
 
     def requests(self) -> Iterable[DraftRequest]:
         """Contexts as they are, and as someone would write who knows how a text goes on."""
@@ -160,24 +163,27 @@ class Bench:
     def files_with(self, text: Text) -> list[str]:
         """The folder's files in whose bytes the text's markers stand, in whatever integers."""
         needles = [np.array(text.markers[4:8], dtype=f"<{kind}").tobytes() for kind in ("u2", "u4")]
-        found = []
-        for path in sorted(p for p in self.folder.rglob("*") if p.is_file()):
-            content = path.read_bytes()
-            if any(needle in content for needle in needles):
-                found.append(path.name)
-        return found
+        while True:
+            paths = sorted(p for p in self.folder.rglob("*") if p.is_file())
+            try:
+                contents = {path.name: path.read_bytes() for path in paths}
+            except FileNotFoundError:
+                continue  # folded meanwhile: its text is in another file now
+            return [n for n, content in contents.items() if any(x in content for x in needles)]
 
-    def delete(self, when: str, texts: Sequence[Text], deleted: int) -> int:
-        """Check that deleted texts are nowhere; returns in how many places they still are."""
-        if deleted <= 0:
-            raise SystemExit(f"{when}: nothing was deleted; this checks nothing")
+    def deleted(self, when: str, texts: Sequence[Text], tokens: int) -> None:
+        """`tokens` tokens were deleted: from now on `texts` may be nowhere."""
+        if tokens <= 0:
+            raise NothingShown(f"{when}: nothing was deleted")
         self.gone.update(self.texts.index(text) for text in texts)
-        left = 0
+        self.look_for(when, texts)
+
+    def look_for(self, when: str, texts: Sequence[Text]) -> None:
+        """Note the files that still hold deleted texts."""
         for text in texts:
             for name in self.files_with(text):
                 print(f"{when}: {text.rid} is still in {name}", file=sys.stderr)
-                left += 1
-        return left
+                self.findings.left += 1
 
 
 def main() -> int:
@@ -187,14 +193,30 @@ def main() -> int:
     if options.quick:
         options.contexts = 15
     with tempfile.TemporaryDirectory(prefix="isolation-") as folder:
-        figures = run(Path(folder), options)
-    report(figures, options.json)
-    return 1 if figures["leaks"] or figures["left_after_deletion"] else 0
+        bench = Bench(Path(folder) / "datastore", options.contexts, rounds=4)
+        try:
+            run(bench)
+            shown = True
+        except NothingShown as error:
+            print(f"error: {error}; this checks nothing", file=sys.stderr)
+            shown = False
+        bench.drafter.datastore.close()
+    found = bench.findings
+    print("\n".join(found.messages), file=sys.stderr)
+    report(
+        {
+            "drafts_checked": found.drafts,
+            "leaks": found.leaks,
+            "own_text_drafts": found.own,
+            "left_after_deletion": found.left,
+        },
+        options.json,
+    )
+    return 0 if shown and not found.leaks and not found.left else 1
 
 
-def run(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """All checks over a new datastore in `folder`."""
-    bench = Bench(folder / "datastore", options.contexts, rounds=4)
+def run(bench: Bench) -> None:
+    """All checks, over a new datastore."""
     store = bench.drafter.datastore
     bench.serve_round()
     store.flush(TIMEOUT_S)
@@ -211,32 +233,22 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     bench.serve_round()
     store.flush(TIMEOUT_S)
 
-    left = 0
     kept = [t for i, t in enumerate(bench.texts) if i not in bench.gone and t.tenant == "acme"]
     early, late = kept[0], kept[-1]
     for text in (early, late):  # one in a sub-index file, one in the log
         if not bench.files_with(text):
-            raise SystemExit(f"{text.rid} is in no file before it is deleted; this checks nothing")
-        deleted = store.delete_document(text.rid, text.tenant)
-        left += bench.delete("one request deleted", [text], deleted)
+            raise NothingShown(f"{text.rid} is in no file before it is deleted")
+        bench.deleted("one request deleted", [text], store.delete_document(text.rid, text.tenant))
     bench.check("one request deleted")
     others = [t for t in kept if t not in (early, late)]
-    left += bench.delete("namespace deleted", others, store.delete_namespace("acme"))
+    bench.deleted("namespace deleted", others, store.delete_namespace("acme"))
     bench.check("namespace deleted")
     bench.restart()
-    left += bench.delete("deleted, after a restart", kept, len(kept))
+    bench.look_for("deleted, after a restart", kept)
     bench.check("deleted, after a restart")
     bench.drafter.datastore.fold(TIMEOUT_S)
-    left += bench.delete("deleted, folded", kept, len(kept))
+    bench.look_for("deleted, folded", kept)
     bench.check("deleted, folded")
-    bench.drafter.datastore.close()
-    print("\n".join(bench.findings.messages), file=sys.stderr)
-    return {
-        "drafts_checked": bench.findings.drafts,
-        "leaks": bench.findings.leaks,
-        "own_text_drafts": bench.findings.own,
-        "left_after_deletion": left,
-    }
 
 
 def check_while_serving(bench: Bench) -> None:

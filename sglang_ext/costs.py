@@ -29,6 +29,30 @@ _REPEATS = 5
 _SWEEP_S = 5.0
 
 
+def costs_of(runner: Any, tp_size: int) -> dict[int, float]:
+    """Seconds of a forward pass by token count; empty where a GPU's cannot be measured.
+
+    Args:
+        runner: SGLang's ModelRunner, its model loaded.
+    """
+    config = runner.model_config
+    identity = {
+        "model": config.model_path,
+        "config": hashlib.sha256(config.hf_config.to_json_string().encode()).hexdigest()[:16],
+        "dtype": str(runner.dtype),
+        "prepacked": os.environ.get("SGLANG_EXT_CPU_PREPACK", "1"),
+        "tp_size": tp_size,
+    }
+    try:
+        return forward_costs(runner.model, identity)
+    except Exception:
+        if runner.device == "cpu":
+            raise
+        # On a GPU the costs only inform: widths are fixed by the captured graphs.
+        logger.warning("the cost of forward passes is not measured", exc_info=True)
+        return {}
+
+
 def forward_costs(model: torch.nn.Module, identity: Mapping[str, Any]) -> dict[int, float]:
     """Seconds of the model's linear layers by token count, from the cache or a sweep.
 

@@ -6,9 +6,7 @@ adds: drafters behind a protocol, exact sampling and penalties, a verify width c
 and plain decode steps where drafts do not pay.
 """
 
-import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -17,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -47,11 +44,17 @@ from sglang.srt.utils import broadcast_pyobj
 from sglang_ext import penalties
 from sglang_ext.api import control
 from sglang_ext.budget import CostModel, knee
-from sglang_ext.costs import forward_costs
+from sglang_ext.costs import costs_of
 from sglang_ext.drafters import DrafterContext
 from sglang_ext.drafting import DraftPlanner
 from sglang_ext.metrics import SpeculationMetrics
 from sglang_ext.options import Options
+from sglang_ext.ragged import (
+    can_leave_padding_out,
+    leave_padding_out,
+    needs_every_row,
+    put_padding_back,
+)
 from sglang_ext.requests import RunningRequest
 from sglang_ext.tokenizers import fingerprint
 from sglang_ext.tree import PackedTrees, TokenTree, pack
@@ -104,7 +107,7 @@ class SpeculativeWorker(BaseSpecWorker):
             tokenizer_fingerprint=fingerprint(self._target_worker.tokenizer),
             eos_token_ids=frozenset(self.model_runner.model_config.hf_eos_token_id or ()),
         )
-        costs = self._forward_costs()
+        costs = costs_of(self.model_runner, get_parallel().tp_size)
         # The other ranks get rank 0's trees: timing must not tell ranks apart.
         active = get_parallel().tp_rank == 0
         self.planner = DraftPlanner(
@@ -125,25 +128,6 @@ class SpeculativeWorker(BaseSpecWorker):
             self.speculative_num_draft_tokens,
             self.options.budget,
         )
-
-    def _forward_costs(self) -> dict[int, float]:
-        """Seconds of a forward pass by token count; empty where they cannot be measured."""
-        config = self.model_runner.model_config
-        identity = {
-            "model": config.model_path,
-            "config": hashlib.sha256(config.hf_config.to_json_string().encode()).hexdigest()[:16],
-            "dtype": str(self.model_runner.dtype),
-            "prepacked": os.environ.get("SGLANG_EXT_CPU_PREPACK", "1"),
-            "tp_size": get_parallel().tp_size,
-        }
-        try:
-            return forward_costs(self.model_runner.model, identity)
-        except Exception:
-            if self.on_host:
-                raise
-            # On a GPU the costs only inform: widths are fixed by the captured graphs.
-            logger.warning("the cost of forward passes is not measured", exc_info=True)
-            return {}
 
     def _metrics(self) -> SpeculationMetrics:
         labels = {"model_name": get_serving().served_model_name}
@@ -173,6 +157,10 @@ class SpeculativeWorker(BaseSpecWorker):
     def list_external_corpora(self) -> dict[str, int]:
         """SGLang's /list_external_corpora: tokens by corpus."""
         return self.planner.corpus_drafter().list_corpora()
+
+    @cached_property
+    def _ragged(self) -> bool:
+        return self.on_host and can_leave_padding_out(self.model_runner)
 
     # One step
 
@@ -305,13 +293,13 @@ class SpeculativeWorker(BaseSpecWorker):
         slots = batch.out_cache_loc
         nodes = packed.nodes() if self._ragged else None
         if nodes is not None:
-            self._leave_padding_out(batch, verify_input, torch.from_numpy(nodes))
+            leave_padding_out(batch, verify_input, nodes)
         forwarded = len(batch.input_ids)
         result = self._target_worker.forward_batch_generation(batch, is_verify=True)
         batch.out_cache_loc = slots
         logits_output = result.logits_output
-        if nodes is not None and self._needs_every_row(batch, running):
-            self._put_padding_back(logits_output, packed, torch.from_numpy(nodes))
+        if nodes is not None and needs_every_row(batch):
+            put_padding_back(logits_output, packed, nodes)
             nodes = None
         logits = logits_output.next_token_logits
         self._adjust_logits(logits, batch, running, packed)
@@ -335,53 +323,6 @@ class SpeculativeWorker(BaseSpecWorker):
             tokens,
             accepted.accept_lens,
             new_seq_lens,
-        )
-
-    @cached_property
-    def _ragged(self) -> bool:
-        """Whether a verify step can leave the padding out: our own attention backend must run
-        it, and nothing else that counts on equally many nodes per request."""
-        if not self.on_host:
-            return False
-        from sglang_ext.cpu.attention import TreeAttentionBackend
-
-        runner = self.model_runner
-        return (
-            isinstance(runner.attn_backend, TreeAttentionBackend)
-            and not runner.model_config.model_is_mrope
-            and runner.lora_manager is None
-        )
-
-    @staticmethod
-    def _leave_padding_out(
-        batch: ScheduleBatch, verify_input: NgramVerifyInput, nodes: torch.Tensor
-    ) -> None:
-        """Run the forward pass over the trees' real nodes (flat indices) only."""
-        batch.input_ids = batch.input_ids[nodes]
-        batch.out_cache_loc = batch.out_cache_loc[nodes]
-        verify_input.positions = verify_input.positions[nodes]
-        verify_input.nodes = nodes.numpy()  # read by cpu/attention.py
-
-    @staticmethod
-    def _put_padding_back(
-        logits_output: LogitsProcessorOutput, packed: PackedTrees, nodes: torch.Tensor
-    ) -> None:
-        """Bring the logits of `nodes` to their places; rows of padding hold anything."""
-        logits = logits_output.next_token_logits
-        padded = logits.new_empty(packed.tokens.size, logits.shape[1])
-        padded[nodes] = logits
-        logits_output.next_token_logits = padded
-
-    @staticmethod
-    def _needs_every_row(batch: ScheduleBatch, running: Sequence[RunningRequest]) -> bool:
-        """Whether logits are needed at their nodes' places, not only where the argmax is."""
-        info = batch.sampling_info
-        return bool(
-            batch.return_logprob
-            or batch.has_grammar
-            or info.logit_bias is not None
-            or not info.is_all_greedy
-            or any(penalties.is_penalized(r.req) for r in running)
         )
 
     def _prepare_verify(

@@ -8,10 +8,11 @@ DELETE /datastore/requests/{rid}           forget one request's output
 """
 
 import asyncio
+import json
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, Query
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -63,6 +64,14 @@ def add_routes(app: FastAPI) -> None:
         ("DELETE", "/datastore/requests/{rid:path}", delete_request),
     ):
         app.add_api_route(path, endpoint, methods=[method])
+    app.add_exception_handler(json.JSONDecodeError, _not_json)
+
+
+async def _not_json(request: Request, error: Exception) -> JSONResponse:
+    """SGLang's corpus endpoints let a body that is no JSON end in a 500."""
+    if not request.url.path.endswith(("_external_corpus", "_external_corpora")):
+        raise error
+    return error_response(f"the body is not JSON: {error}", 400)
 
 
 def error_response(message: str, status: int) -> JSONResponse:

@@ -178,6 +178,8 @@ def test_corpora_are_checked_before_they_are_loaded(server, tmp_path):
         file.truncate(100 << 20)  # a line of 100 MB
     response = add(corpus_id="x", file_path=str(path))
     assert response.status_code == 400 and "line 1: longer than 16 MiB" in response.text
+    broken = admin(server, "POST", "/add_external_corpus", data="nonsense")
+    assert broken.status_code == 400 and "not JSON" in broken.text
     assert "documents must be a list" in add(corpus_id="x", documents="text").text
     assert "holds no text" in add(corpus_id="x", documents=["", ""]).text
     good = add(corpus_id="x", documents=["The quick brown fox jumps over the lazy dog. " * 5])

@@ -8,7 +8,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from sglang_ext.api import protocol
@@ -159,6 +159,20 @@ def test_every_route_asks_for_sglangs_admin_key(control):
         assert client.request(method, path).status_code == 401, path
     key = {"Authorization": "Bearer secret"}
     assert client.get("/datastore/namespaces", headers=key).status_code == 200
+
+
+def test_a_corpus_that_is_no_json_is_a_400():
+    app = extend(FastAPI(), HEADER)
+
+    async def parse(request: Request):
+        return await request.json()
+
+    app.add_api_route("/add_external_corpus", parse, methods=["POST"])
+    app.add_api_route("/other", parse, methods=["POST"])
+    client = TestClient(app, raise_server_exceptions=False)
+    response = client.post("/add_external_corpus", content=b"nonsense")
+    assert response.status_code == 400 and "not JSON" in response.json()["error"]["message"]
+    assert client.post("/other", content=b"nonsense").status_code == 500
 
 
 def test_without_a_datastore_the_routes_say_so(app, tmp_path, monkeypatch):
