@@ -29,6 +29,8 @@ _ENVIRONMENT = {
     "SGLANG_NATIVE_MOVE_KV_CACHE": "1",
     # Waits for work as torch's threads do; TBB's own pool would compete with them for the cores.
     "NUMBA_THREADING_LAYER_PRIORITY": "omp tbb workqueue",
+    # Huge pages for weights: layers run a few percent faster, and equally fast in every process.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 
 
