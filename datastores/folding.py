@@ -26,6 +26,16 @@ from .wal import Deletion, read_log
 
 logger = logging.getLogger(__name__)
 
+# Runs only when the processor has nothing else to do, as far as the system allows, from before
+# its first import on.
+_PROGRAM = """
+import contextlib, os
+os.nice(19)
+with contextlib.suppress(OSError, AttributeError):
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+from datastores.folding import main
+main()
+"""
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -161,7 +171,7 @@ class FoldWorker:
             if self._process is None or self._process.poll() is not None:
                 paths = [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", "from datastores.folding import main; main()"],
+                    [sys.executable, "-c", _PROGRAM],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
@@ -172,7 +182,6 @@ class FoldWorker:
 
 def main() -> None:
     """The process: a job a line on stdin, an answer a line on stdout."""
-    _lower_priority()
     jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read_jobs, args=(jobs,), daemon=True).start()
     while True:
@@ -187,10 +196,3 @@ def _read_jobs(jobs: "queue.SimpleQueue[str]") -> None:
     for line in sys.stdin:
         jobs.put(line)
     os._exit(0)  # the datastore's process has ended
-
-
-def _lower_priority() -> None:
-    """Runs only when the processor has nothing else to do, as far as the system allows."""
-    os.nice(19)
-    with contextlib.suppress(OSError, AttributeError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
