@@ -15,7 +15,6 @@ uint16 if vocab_size < 65536, else uint32.
 import json
 import struct
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -174,11 +173,3 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 def _padding(size: int) -> int:
     return -size % _ALIGNMENT
-
-
-def owners(segments: Sequence[tuple[str, Segment]]) -> dict[str, int]:
-    """Tokens by owner."""
-    totals: dict[str, int] = {}
-    for owner, segment in segments:
-        totals[owner] = totals.get(owner, 0) + segment.num_tokens
-    return totals

@@ -14,6 +14,7 @@ from .durable import DurableCollection, DurableOptions
 from .folder import Folder
 from .input_trie import as_token_ids
 from .live import MAX_SEGMENT_TOKENS, SEGMENTS_PER_COLLECTION
+from .logs import LogOptions
 from .manifest import FileEntry
 from .memory import MemoryCollection
 from .segment import Document, Segment, Snapshot, build_segments, document_digest
@@ -114,10 +115,9 @@ class Datastore:
                 vocab_size, max_tokens, buffer_tokens, interval, self._refresh
             )
         else:
-            options = DurableOptions(
-                max_tokens, buffer_tokens, interval, fold_tokens,
-                _seconds("fold_interval", fold_interval),
-            )  # fmt: skip
+            logs = LogOptions(buffer_tokens, interval)
+            fold_seconds = _seconds("fold_interval", fold_interval)
+            options = DurableOptions(max_tokens, logs, fold_tokens, fold_seconds)
             self._live = DurableCollection(folder, options, self._refresh)
             folder.on_change = self._refresh
         self._refresh()

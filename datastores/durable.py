@@ -12,11 +12,11 @@ import numpy as np
 from .config import DatastoreError
 from .folder import Folder, SubIndexFile
 from .folding import FoldJob, FoldWorker
-from .live import segment_limit
+from .live import count_taken, segment_limit
 from .logs import LogOptions, LogSet
 from .manifest import FileEntry
 from .merging import Merger
-from .segment import Segment, document_lengths
+from .segment import Segment
 from .wal import Deletion
 
 logger = logging.getLogger(__name__)
@@ -30,10 +30,8 @@ class DurableOptions:
 
     max_tokens: int
     """Tokens in files; beyond them the oldest file is dropped whole."""
-    buffer_tokens: int
-    """Tokens that wait to be sorted, at most."""
-    interval: float
-    """For so long new documents are gathered before they are sorted together."""
+    logs: LogOptions
+    """How they are taken in."""
     fold_tokens: int = 1 << 20
     """A log of so many tokens becomes a sub-index file."""
     fold_interval: float = 300.0
@@ -60,8 +58,7 @@ class DurableCollection:
         self._on_change = on_change
         self._segment_tokens = segment_limit(options.max_tokens)
         self._evicted_tokens = 0
-        log_options = LogOptions(self._segment_tokens, options.buffer_tokens, options.interval)
-        self._logs = LogSet(folder, log_options, on_change)
+        self._logs = LogSet(folder, options.logs, self._segment_tokens, on_change)
         self._purges = [_Purge(deletion) for deletion in self._logs.deletions]
         self._work = threading.Condition()  # for what follows, and for _purges
         self._fold_wanted = False
@@ -166,12 +163,8 @@ class DurableCollection:
 
     def _count(self, deletion: Deletion) -> int:
         """Tokens of the documents that it takes."""
-        total = 0
-        for owner in filter(deletion.concerns, self._owners()):
-            for segment in self.segments_of(owner):
-                gone = deletion.takes(segment.documents)
-                total += int((document_lengths(segment)[gone] - 1).sum())
-        return total
+        owners = filter(deletion.concerns, self._owners())
+        return sum(count_taken(deletion, self.segments_of(owner)) for owner in owners)
 
     # -- the background thread -------------------------------------------------------------
 

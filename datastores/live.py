@@ -14,6 +14,7 @@ from .segment import (
     Document,
     Segment,
     build_segments,
+    document_lengths,
     merge,
     merge_in_slices,
     without_documents,
@@ -334,6 +335,12 @@ def apply_deletion(
         for segment in segments
     )
     return tuple(segment for segment in remaining if segment is not None)
+
+
+def count_taken(deletion: Deletion, segments: Sequence[Segment]) -> int:
+    """Tokens of the documents that it takes from the segments of a namespace it concerns."""
+    taken = (document_lengths(s)[deletion.takes(s.documents)] - 1 for s in segments)
+    return sum(int(lengths.sum()) for lengths in taken)
 
 
 def _takes_document(deletion: Deletion, namespace: str, document: Document) -> bool:

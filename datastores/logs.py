@@ -28,8 +28,6 @@ _COMPLAINT_SECONDS = 60.0
 class LogOptions:
     """How served outputs are taken in; times in seconds."""
 
-    segment_tokens: int
-    """Most tokens of one segment."""
     buffer_tokens: int
     """Tokens that wait to be sorted, at most."""
     interval: float
@@ -59,14 +57,21 @@ class Log:
 class LogSet:
     """The logs that count, oldest first. Thread-safe. With a read-only folder nothing is added."""
 
-    def __init__(self, folder: Folder, options: LogOptions, on_change: Callable[[], None]) -> None:
-        """Brings the documents of all logs back into memory.
+    def __init__(
+        self,
+        folder: Folder,
+        options: LogOptions,
+        segment_tokens: int,
+        on_change: Callable[[], None],
+    ) -> None:
+        """Brings the documents of all logs back into memory, in segments of at most that size.
 
         Raises DatastoreError: a log cannot be read or is another datastore's, or a new one cannot
         be written.
         """
         self._folder = folder
         self._options = options
+        self._segment_tokens = segment_tokens
         self._on_change = on_change
         self.logs: tuple[Log, ...] = ()
         self.deletions: list[Deletion] = []
@@ -199,7 +204,7 @@ class LogSet:
             log = Log(number, self._new_live())
             log.tokens = sum(d.tokens.size for _, d in content.documents)
             for namespace, documents in _grouped(content.documents).items():
-                built = build_segments(documents, manifest.vocab_size, self._options.segment_tokens)
+                built = build_segments(documents, manifest.vocab_size, self._segment_tokens)
                 log.live.append(namespace, list(built))
             log.live.seal()
             self.logs = (*self.logs, log)

@@ -8,7 +8,7 @@ first_log on.
 import json
 import os
 import zlib
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .config import DatastoreError
@@ -43,9 +43,6 @@ class Manifest:
     first_log: int = 1
     building: dict[str, Any] = field(default_factory=dict)
     """By unfinished corpus, which is not served: what its builder noted to go on from."""
-
-    def with_files(self, files: tuple[FileEntry, ...]) -> "Manifest":
-        return replace(self, files=files)
 
 
 def read_manifest(folder: str) -> Manifest | None:

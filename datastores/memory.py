@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .live import LiveCollection
-from .segment import Document, Segment, document_lengths
+from .live import LiveCollection, count_taken
+from .segment import Document, Segment
 from .wal import Deletion
 
 logger = logging.getLogger(__name__)
@@ -72,12 +72,11 @@ class MemoryCollection:
         self.flush(None)
         with self._adding:
             deletion = Deletion(next(self._numbers), namespace, digest)
-            removed = 0
-            for name, segments in self._live.segments.items():
-                if deletion.concerns(name):
-                    for segment in segments:
-                        gone = deletion.takes(segment.documents)
-                        removed += int((document_lengths(segment)[gone] - 1).sum())
+            removed = sum(
+                count_taken(deletion, segments)
+                for name, segments in self._live.segments.items()
+                if deletion.concerns(name)
+            )
             self._live.delete(deletion)
         return removed
 

@@ -78,11 +78,6 @@ class Snapshot:
         rows = [(*s.addresses, i >= len(self.static)) for i, s in enumerate(self.segments)]
         return np.array(rows, np.int64).reshape(len(rows), 7)
 
-    @cached_property
-    def no_tokens(self) -> np.ndarray:
-        """Empty array of the token dtype, for which compiled code is specialised."""
-        return np.empty(0, token_dtype(self.separator))
-
 
 def document_digest(name: str) -> bytes:
     """16 bytes that stand for a document's name (a request id) in segments and logs."""

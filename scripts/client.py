@@ -23,6 +23,7 @@ class Completion:
         seconds: from sending the request to its end.
         decode_seconds: from the first token to the last; `stream` alone measures it.
         accept_length: tokens per verify step; 1 without speculation.
+        rid: the request's id.
     """
 
     token_ids: list[int]
@@ -30,6 +31,7 @@ class Completion:
     seconds: float
     decode_seconds: float
     accept_length: float
+    rid: str
 
 
 def generate(
@@ -52,17 +54,6 @@ def generate(
     seconds = time.perf_counter() - start
     response.raise_for_status()
     return _completion(response.json(), seconds, 0.0)
-
-
-def generate_with_id(
-    base_url: str, input_ids: Sequence[int], *, max_new_tokens: int
-) -> tuple[str, list[int]]:
-    """(the request's id, its output) of one greedy /generate request that ignores EOS."""
-    body = _body(input_ids, None, max_new_tokens, {"ignore_eos": True})
-    response = requests.post(base_url + "/generate", json=body, timeout=TIMEOUT_S)
-    response.raise_for_status()
-    answer = response.json()
-    return answer["meta_info"]["id"], answer["output_ids"]
 
 
 def stream(
@@ -107,6 +98,7 @@ def _completion(answer: dict[str, Any], seconds: float, decode_seconds: float) -
         seconds=seconds,
         decode_seconds=decode_seconds,
         accept_length=answer["meta_info"].get("spec_accept_length") or 1.0,
+        rid=answer["meta_info"]["id"],
     )
 
 

@@ -25,12 +25,12 @@ from tqdm import tqdm
 
 from datastores import Datastore, verify_folder
 from datastores.segment import document_digest
-from scripts.client import generate_with_id
+from scripts.client import generate
 from scripts.figures import parser, report
 from scripts.prompts import spec_bench
 from scripts.server import Server
 from sglang_ext.drafters import DrafterContext, DraftRequest
-from sglang_ext.drafters.retrieval import RetrievalDrafter
+from sglang_ext.drafters.retrieval import PROMPT_TAIL, RetrievalDrafter
 from sglang_ext.options import Options
 
 KILLS, QUICK_KILLS = 200, 20
@@ -141,7 +141,7 @@ def _missing(folder: str, acknowledged: int) -> tuple[int, int, int]:
     if not os.path.exists(os.path.join(folder, "MANIFEST")):
         return acknowledged, acknowledged, 0
     found = stored_documents(folder)
-    kept = DOCUMENT_TOKENS - 20 + 16  # the output, and the last prompt tokens before it
+    kept = DOCUMENT_TOKENS - 20 + PROMPT_TAIL  # the output, and the last prompt tokens
     missing = sum(
         not np.array_equal(found.get(document_digest(f"r{k}"), ()), document(k)[-kept:])
         for k in range(acknowledged)
@@ -205,10 +205,10 @@ def _ask(
         if stop.is_set():
             return
         try:
-            name, ids = generate_with_id(url, prompt, max_new_tokens=random.randint(4, 24))
+            answer = generate(url, prompt, max_new_tokens=random.randint(4, 24), ignore_eos=True)
         except (OSError, ValueError):
             return  # the server has been killed
-        outputs[document_digest(name)] = ids
+        outputs[document_digest(answer.rid)] = answer.token_ids
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from datastores import DEFAULT_NAMESPACE
 from sglang_ext.budget import Calibration
 from sglang_ext.drafters import NO_DRAFTER, Drafter, DraftRequest
 from sglang_ext.tree import TokenTree
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-DEFAULT_NAMESPACE = "default"
 _NAMESPACE = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 # What a file name, a log line and a URL can all carry; request ids are shorter.
 _INGEST_NAME = re.compile(r"[!-~]{1,256}")

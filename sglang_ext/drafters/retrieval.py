@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from datastores import (
+    DEFAULT_NAMESPACE,
     Datastore,
     InputTrie,
     RetrievalConfig,
@@ -18,7 +19,6 @@ from datastores import (
     warm_up,
 )
 from sglang_ext.drafters import DrafterContext, DraftRequest
-from sglang_ext.requests import DEFAULT_NAMESPACE
 from sglang_ext.tree import TokenTree
 
 logger = logging.getLogger(__name__)
