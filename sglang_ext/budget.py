@@ -20,6 +20,8 @@ import numpy.typing as npt
 MIN_GAIN = 1.06
 # What a step past I_knee must promise over the best one below it.
 SURE_GAIN = 1.2
+# A verify step's cost above a plain step of as many tokens, until one was run.
+VERIFY_SURCHARGE = 1.08
 _BINS = 12
 
 
@@ -60,11 +62,12 @@ def token_grid(low: int, high: int) -> list[int]:
 
 
 class CostModel:
-    """Seconds of a forward pass over `tokens` tokens, learned from the passes that are run.
+    """Seconds of a step over `tokens` tokens, learned from the steps that are run.
 
     Starts from `prior`, measured costs of a few token counts; each observation corrects its own
-    count. An observation that is MAX_AGE passes old gives way to the prior, so that one bad
-    spell of the machine does not rule a width out for good.
+    count. An observation that is MAX_AGE steps old gives way to the prior, so that one bad
+    spell of the machine does not rule a width out for good. Verify steps are learned apart from
+    plain ones: tree masks, acceptance and moving KV cost something beside the forward pass.
 
     Args:
         prior: cost by token count, in any unit: it is scaled to what is observed.
@@ -77,28 +80,38 @@ class CostModel:
         costs = np.array([prior[t] for t in sorted(prior)], dtype=np.float64)
         # More tokens never cost less: a count that looks dearer than a larger one was disturbed.
         self._prior_cost = np.minimum.accumulate(costs[::-1])[::-1]
-        self._seen: dict[int, tuple[float, int]] = {}
-        self._passes = 0
-        self._scale = 1.0
+        self._seen: dict[tuple[int, bool], tuple[float, int]] = {}
+        self._steps = 0
+        self._scale: float | None = None
+        self._surcharge = VERIFY_SURCHARGE
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Take in that a forward pass over `tokens` tokens took `seconds`."""
-        self._passes += 1
-        old = self._recent(tokens)
-        # A pass that something else delayed says little: it counts as half as long again.
+    def observe(self, tokens: int, seconds: float, verify: bool = False) -> None:
+        """Take in that a plain step, or one that verified drafts, took `seconds`."""
+        self._steps += 1
+        old = self._recent(tokens, verify)
+        # A step that something else delayed says little: it counts as half as long again.
         mean = seconds if old is None else 0.9 * old + 0.1 * min(seconds, 1.5 * old)
-        self._seen[tokens] = (mean, self._passes)
+        self._seen[tokens, verify] = (mean, self._steps)
         ratio = mean / self._prior(tokens)
-        self._scale = ratio if self._passes == 1 else 0.95 * self._scale + 0.05 * ratio
+        if verify and self._scale is not None:
+            surcharge = min(max(ratio / self._scale, 1.0), 1.5)
+            self._surcharge += 0.05 * (surcharge - self._surcharge)
+        elif self._scale is None:
+            self._scale = ratio
+        else:
+            self._scale += 0.05 * (ratio - self._scale)
 
-    def cost(self, tokens: int) -> float:
-        """Seconds expected for `tokens` tokens (the prior's unit before any observation)."""
-        recent = self._recent(tokens)
-        return self._prior(tokens) * self._scale if recent is None else recent
+    def cost(self, tokens: int, verify: bool = False) -> float:
+        """Seconds expected of a step (in the prior's unit before any observation)."""
+        recent = self._recent(tokens, verify)
+        if recent is not None:
+            return recent
+        scale = 1.0 if self._scale is None else self._scale
+        return self._prior(tokens) * scale * (self._surcharge if verify else 1.0)
 
-    def _recent(self, tokens: int) -> float | None:
-        mean, at = self._seen.get(tokens, (0.0, -self.MAX_AGE))
-        return mean if self._passes - at < self.MAX_AGE else None
+    def _recent(self, tokens: int, verify: bool) -> float | None:
+        mean, at = self._seen.get((tokens, verify), (0.0, -self.MAX_AGE))
+        return mean if self._steps - at < self.MAX_AGE else None
 
     def _prior(self, tokens: int) -> float:
         last_tokens, last_cost = self._prior_tokens[-1], self._prior_cost[-1]
@@ -193,7 +206,7 @@ def choose_nodes(
     best, best_rate = 0, plain_rate
     past_knee = False
     for tokens in token_grid(bs, bs + len(order)):
-        rate = (bs + gains[tokens - bs - 1]) / (cost.cost(tokens) + drafting_s)
+        rate = (bs + gains[tokens - bs - 1]) / (cost.cost(tokens, verify=True) + drafting_s)
         if tokens > knee_tokens and not past_knee:
             past_knee, best_rate = True, SURE_GAIN * best_rate
         if rate > best_rate:
@@ -204,6 +217,6 @@ def choose_nodes(
     nodes = np.bincount(owners[order[:best]], minlength=bs)
     if padded:
         tokens = bs * (1 + int(nodes.max()))
-        if (bs + gains[best - 1]) / (cost.cost(tokens) + drafting_s) <= plain_rate:
+        if (bs + gains[best - 1]) / (cost.cost(tokens, verify=True) + drafting_s) <= plain_rate:
             return none
     return nodes

@@ -92,10 +92,10 @@ class DraftPlanner:
         self._report(running, trees)
         return trees, width
 
-    def note_step(self, tokens: int, seconds: float) -> None:
+    def note_step(self, tokens: int, seconds: float, verify: bool = False) -> None:
         """A forward pass over `tokens` tokens, and all that belongs to it, took `seconds`."""
         if self.cost is not None:
-            self.cost.observe(tokens, seconds)
+            self.cost.observe(tokens, seconds, verify)
             self._drafting_credit = min(0.0, self._drafting_credit + DRAFTING_SHARE * seconds)
 
     def observe(

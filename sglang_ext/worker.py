@@ -314,7 +314,7 @@ class SpeculativeWorker(BaseSpecWorker):
             on_publish(new_seq_lens)
         if self.on_host:
             self.planner.observe(running, trees, packed, accepted.accept_index.numpy())
-            self.planner.note_step(forwarded, time.perf_counter() - start)
+            self.planner.note_step(forwarded, time.perf_counter() - start, verify=True)
         tokens = accepted.predict[accepted.accept_index.long()]
         return self._result(
             logits_output,

@@ -107,6 +107,27 @@ def test_cost_model_learns_and_scales_its_prior():
     assert cost.cost(16) == pytest.approx(0.040 * 41 / 20, rel=0.01)
 
 
+def test_verify_steps_are_learned_apart_from_plain_ones():
+    cost = CostModel(PRIOR)
+    for _ in range(100):
+        cost.observe(8, 0.030)
+        cost.observe(16, 0.041 * 1.3, verify=True)
+    assert cost.cost(16) == pytest.approx(0.041)
+    assert cost.cost(16, verify=True) == pytest.approx(0.041 * 1.3)
+    # What was not run yet costs as much more than the prior.
+    assert cost.cost(32, verify=True) == pytest.approx(0.076 * 1.3, rel=0.01)
+
+
+def test_drafts_are_dropped_where_verify_steps_prove_dear():
+    cost, fair = CostModel(PRIOR), [np.array([0.3, 0.2, 0.1])] * 4
+    assert choose_nodes(fair, cost, KNEE).sum() > 0
+    for _ in range(100):
+        cost.observe(4, 0.027)
+        for tokens in token_grid(4, 16):
+            cost.observe(tokens, 0.060, verify=True)
+    assert choose_nodes(fair, cost, KNEE).sum() == 0
+
+
 def test_cost_model_shrugs_off_a_stall():
     cost = CostModel(PRIOR)
     for _ in range(10):
