@@ -220,7 +220,10 @@ class DurableCollection:
         log, folder = self._logs.logs[0], self._folder
         log.live.flush(None)  # its thread must not be publishing when it is dropped
         name = folder.new_file_name()
-        tokens = self._run_job(name, logs=(self._logs.path(log),)) if log.tokens else 0
+        # A deletion stands in the log that was written when it came, its documents in an earlier.
+        deletions = tuple(purge.deletion for purge in self._purges)
+        inputs = {"logs": (self._logs.path(log),), "deletions": deletions}
+        tokens = self._run_job(name, **inputs) if log.tokens else 0
         add = [FileEntry(name, tokens)] if tokens else []
         next_number = self._logs.next_number
         folder.publish(add=add, first_log=log.number + 1, next_number=next_number)

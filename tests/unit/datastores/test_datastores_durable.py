@@ -19,6 +19,7 @@ from datastores import (
     retrieve,
     verify_folder,
 )
+from datastores.durable import DurableCollection
 from datastores.wal import LogWriter
 
 VOCAB = 500
@@ -123,6 +124,25 @@ def test_deletions_reach_every_byte(tmp_path: Path) -> None:
     with opened(folder) as store:
         assert store.namespaces() == {"b": 60}
     assert verify_folder(folder) == []
+
+
+def test_a_deletion_reaches_logs_that_were_not_folded_when_it_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The document is in the log of an earlier run, the deletion in the log of this one."""
+    rng = np.random.default_rng(3)
+    secret, other, folder = marker(rng), marker(rng), tmp_path / "d"
+    with opened(folder) as store:
+        store.add(secret, namespace="a", name="r")
+        store.add(other, namespace="a")
+    # As if the background thread had no time before the deletion came.
+    monkeypatch.setattr(DurableCollection, "_has_work", lambda self: self._closed or self._purges)
+    with opened(folder) as store:
+        assert store.delete_document("r") == 30
+        assert not holds(folder, secret) and holds(folder, other)
+    with opened(folder) as store:
+        assert drafted(store, secret[:8].tolist(), "a") <= set(other.tolist())
+        assert store.delete_document("r") == 0
 
 
 def test_a_deletion_that_was_cut_short_goes_on_after_a_restart(
