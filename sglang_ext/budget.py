@@ -9,6 +9,7 @@ poor gets few of them or none. Past I_knee, where a wrong guess costs its full p
 must be better by SURE_GAIN; it is for text that was served before.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -64,60 +65,75 @@ def token_grid(low: int, high: int) -> list[int]:
 class CostModel:
     """Seconds of a step over `tokens` tokens, learned from the steps that are run.
 
-    Starts from `prior`, measured costs of a few token counts; each observation corrects its own
-    count. An observation that is MAX_AGE steps old gives way to the prior, so that one bad
-    spell of the machine does not rule a width out for good. Verify steps are learned apart from
-    plain ones: tree masks, acceptance and moving KV cost something beside the forward pass.
+    cost = prior(tokens) * scale * surcharge * local: `prior` are measured costs of a few token
+    counts, the scale is what this machine makes of them now, the surcharge is that of verify steps
+    (tree masks, acceptance, moving KV), and the local factor corrects one token count of one kind
+    of step. Every step moves the scale, so that a machine that slows down makes no kind of step
+    look cheap beside one that was measured before; and a local factor fades while its kind of
+    step is not run, so that one bad spell does not rule it out for good.
 
     Args:
         prior: cost by token count, in any unit: it is scaled to what is observed.
     """
 
-    MAX_AGE = 2000
+    # Steps after which a local factor that was not seen again has lost most of its say.
+    FADE = 150.0
 
     def __init__(self, prior: Mapping[int, float]):
         self._prior_tokens = np.array(sorted(prior), dtype=np.float64)
         costs = np.array([prior[t] for t in sorted(prior)], dtype=np.float64)
         # More tokens never cost less: a count that looks dearer than a larger one was disturbed.
         self._prior_cost = np.minimum.accumulate(costs[::-1])[::-1]
-        self._seen: dict[tuple[int, bool], tuple[float, int]] = {}
+        self._local: dict[tuple[int, bool], _Local] = {}
         self._steps = 0
-        self._scale: float | None = None
+        self._scale = 1.0
         self._surcharge = VERIFY_SURCHARGE
 
     def observe(self, tokens: int, seconds: float, verify: bool = False) -> None:
         """Take in that a plain step, or one that verified drafts, took `seconds`."""
+        base = self._prior(tokens) * (self._surcharge if verify else 1.0)
+        if not self._steps:
+            self._scale = seconds / base
         self._steps += 1
-        old = self._recent(tokens, verify)
-        # A step that something else delayed says little: it counts as half as long again.
-        mean = seconds if old is None else 0.9 * old + 0.1 * min(seconds, 1.5 * old)
-        self._seen[tokens, verify] = (mean, self._steps)
-        ratio = mean / self._prior(tokens)
-        if verify and self._scale is not None:
-            surcharge = min(max(ratio / self._scale, 1.0), 1.5)
-            self._surcharge += 0.05 * (surcharge - self._surcharge)
-        elif self._scale is None:
-            self._scale = ratio
-        else:
-            self._scale += 0.05 * (ratio - self._scale)
+        factor = self._factor(tokens, verify)
+        # A step that something else delayed says little.
+        ratio = _within(seconds / (base * self._scale * factor), 0.5, 1.5)
+        known = self._local.setdefault((tokens, verify), _Local())
+        known.factor = _within(factor * (1.0 + 0.05 * (ratio - 1.0)), 0.7, 1.5)
+        known.at = self._steps
+        if verify:
+            above = _within(seconds / (self._prior(tokens) * self._scale), 1.0, 1.6)
+            self._surcharge += 0.05 * (above - self._surcharge)
+        self._scale *= 1.0 + max(0.1, 1.0 / self._steps) * (ratio - 1.0)
 
     def cost(self, tokens: int, verify: bool = False) -> float:
         """Seconds expected of a step (in the prior's unit before any observation)."""
-        recent = self._recent(tokens, verify)
-        if recent is not None:
-            return recent
-        scale = 1.0 if self._scale is None else self._scale
-        return self._prior(tokens) * scale * (self._surcharge if verify else 1.0)
+        base = self._prior(tokens) * (self._surcharge if verify else 1.0)
+        return base * self._scale * self._factor(tokens, verify)
 
-    def _recent(self, tokens: int, verify: bool) -> float | None:
-        mean, at = self._seen.get((tokens, verify), (0.0, -self.MAX_AGE))
-        return mean if self._steps - at < self.MAX_AGE else None
+    def _factor(self, tokens: int, verify: bool) -> float:
+        known = self._local.get((tokens, verify))
+        if known is None:
+            return 1.0
+        return 1.0 + (known.factor - 1.0) * math.exp((known.at - self._steps) / self.FADE)
 
     def _prior(self, tokens: int) -> float:
         last_tokens, last_cost = self._prior_tokens[-1], self._prior_cost[-1]
         if tokens > last_tokens:
             return float(last_cost * tokens / last_tokens)
         return float(np.interp(tokens, self._prior_tokens, self._prior_cost))
+
+
+@dataclass
+class _Local:
+    """The correction of one token count of one kind of step."""
+
+    factor: float = 1.0
+    at: int = 0
+
+
+def _within(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
 
 
 @dataclass
@@ -202,7 +218,8 @@ def choose_nodes(
     rank = np.concatenate([np.minimum.accumulate(p) for p in probs])
     order = np.argsort(-rank, kind="stable")
     gains = np.cumsum(np.concatenate(probs)[order])
-    plain_rate = min_gain * bs / cost.cost(bs)
+    # Fewer tokens, and no tree: what looks dearer than a verify step was disturbed.
+    plain_rate = min_gain * bs / min(cost.cost(bs), cost.cost(bs + 1, verify=True))
     best, best_rate = 0, plain_rate
     past_knee = False
     for tokens in token_grid(bs, bs + len(order)):

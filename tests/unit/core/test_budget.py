@@ -112,10 +112,21 @@ def test_verify_steps_are_learned_apart_from_plain_ones():
     for _ in range(100):
         cost.observe(8, 0.030)
         cost.observe(16, 0.041 * 1.3, verify=True)
-    assert cost.cost(16) == pytest.approx(0.041)
-    assert cost.cost(16, verify=True) == pytest.approx(0.041 * 1.3)
+    assert cost.cost(16) == pytest.approx(0.041, rel=0.05)
+    assert cost.cost(16, verify=True) == pytest.approx(0.041 * 1.3, rel=0.05)
     # What was not run yet costs as much more than the prior.
-    assert cost.cost(32, verify=True) == pytest.approx(0.076 * 1.3, rel=0.01)
+    assert cost.cost(32, verify=True) == pytest.approx(0.076 * 1.3, rel=0.05)
+
+
+def test_a_spell_of_stalls_does_not_make_plain_steps_look_dear_for_good():
+    cost = CostModel(PRIOR)
+    for _ in range(20):
+        cost.observe(8, 0.030)
+    for _ in range(20):
+        cost.observe(8, 0.130)  # something else has the machine; then drafts seem to pay
+    for _ in range(200):
+        cost.observe(9, 0.035, verify=True)
+    assert cost.cost(8) < 0.045
 
 
 def test_drafts_are_dropped_where_verify_steps_prove_dear():
