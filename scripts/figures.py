@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with --json, --quick and --model."""
+def parser(description: str | None, *, model: bool = True) -> argparse.ArgumentParser:
+    """A parser with --json, --quick and, unless `model` is false, --model."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     made.add_argument("--quick", action="store_true", help="fewer prompts, under 5 minutes")
-    made.add_argument("--model", default="smollm2-135m-instruct", help="name, path or hub id")
+    if model:
+        made.add_argument("--model", default="smollm2-135m-instruct", help="name, path or hub id")
     return made
 
 

@@ -19,6 +19,9 @@ import numpy.typing as npt
 # A speculative step must promise this much more than a plain one: pays for being wrong about
 # either side.
 MIN_GAIN = 1.06
+# In a batch too: it ends with its slowest request, so speed that one gains at the others' cost
+# counts for less than the sum of the rates says.
+MIN_GAIN_OF_BATCHES = 1.12
 # What a step past I_knee must promise over the best one below it.
 SURE_GAIN = 1.2
 # A verify step's cost above a plain step of as many tokens, until one was run.
@@ -194,7 +197,7 @@ def choose_nodes(
     cost: CostModel,
     knee_tokens: int,
     drafting_s: float = 0.0,
-    min_gain: float = MIN_GAIN,
+    min_gain: float | None = None,
     padded: bool = False,
 ) -> npt.NDArray[np.int64]:
     """How many of its nodes each request verifies, for the most expected tokens a second.
@@ -204,7 +207,8 @@ def choose_nodes(
         cost: the cost of forward passes.
         knee_tokens: I_knee of the device.
         drafting_s: seconds that drafting takes, in `cost`'s unit; a plain step saves them.
-        min_gain: how much better than a plain step a wider one must be.
+        min_gain: how much better than a plain step a wider one must be; None: MIN_GAIN, or
+            MIN_GAIN_OF_BATCHES.
         padded: the pass runs as many nodes for every request as for the one with most.
 
     Returns:
@@ -212,6 +216,8 @@ def choose_nodes(
     """
     bs = len(probs)
     none = np.zeros(bs, dtype=np.int64)
+    if min_gain is None:
+        min_gain = MIN_GAIN if bs == 1 else MIN_GAIN_OF_BATCHES
     if sum(map(len, probs)) == 0:
         return none
     # A node is verified only with those before it in its tree, so it ranks no higher.

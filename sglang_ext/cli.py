@@ -1,4 +1,4 @@
-"""The console command: `sglang-ext serve | models | datastore`."""
+"""The console command: `sglang-ext serve | transcribe | models | datastore`."""
 
 # SGLang's CPU engine needs a stand-in before any of its modules load, in this process and in
 # the ones it spawns (they import this module again), so this comes before everything else.
@@ -12,7 +12,7 @@ import signal  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 
-from sglang_ext import __version__, datastore_commands, models, options  # noqa: E402
+from sglang_ext import __version__, datastore_commands, models, options, transcribe  # noqa: E402
 from sglang_ext.flags import flag_value, set_flag  # noqa: E402
 from sglang_ext.preflight import PreflightError, check_launch  # noqa: E402
 
@@ -35,10 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options.add_flags(serve)
     serve.set_defaults(func=run_serve)
+    transcribe.add_commands(commands)
     models.add_commands(commands)
     datastore_commands.add_commands(commands)
     args, rest = parser.parse_known_args(argv)
-    if rest and args.func is not run_serve:
+    if rest and args.func not in (run_serve, transcribe.run):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.rest = rest
     try:
@@ -78,6 +79,9 @@ def _prepare(args: argparse.Namespace):
     if model is None:
         raise PreflightError("--model is missing: a path, a hub id, or a name of `models list`")
     argv = set_flag(argv, models.resolve(model), "--model-path", "--model")
+    if chosen.draft_model:
+        os.environ[options.env_name("draft_model")] = models.resolve(chosen.draft_model)
+        chosen = options.Options.from_env()
     if flag_value(argv, "--served-model-name") is None:
         argv += ["--served-model-name", model]
     if ON_CPU:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from sglang_ext.budget import knee, token_grid
+from sglang_ext.encoder_decoder import runs_at_prefill_only
 from sglang_ext.models.store import default_cache_dir
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ WARM_COUNTS = (*range(1, 33), *token_grid(32, 128))
 # GPUs stay flat for longer: some 300 tokens in bf16.
 CUDA_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _REPEATS = 5
+_HEADS = ("lm_head", "proj_out")  # the latter is Whisper's
 # Past this a count has had its say; the sweep is not to delay the start.
 _SWEEP_S = 5.0
 
@@ -118,10 +120,15 @@ def warm_up(model: torch.nn.Module) -> None:
 
 
 def _linear_layers(model: torch.nn.Module) -> list[tuple[Any, int]]:
-    """The model's linear layers, the LM head among them, with their numbers of input features."""
-    layers = [m for m in model.modules() if hasattr(m, "quant_method") and _input_size(m)]
-    if hasattr(getattr(model, "lm_head", None), "quant_method"):
-        layers.append(model.lm_head)
+    """A decode step's linear layers, the LM head among them, with their input features."""
+    layers = [
+        m
+        for name, m in model.named_modules()
+        if hasattr(m, "quant_method") and _input_size(m) and not runs_at_prefill_only(name)
+    ]
+    for name in _HEADS:
+        if hasattr(getattr(model, name, None), "quant_method"):
+            layers.append(getattr(model, name))
     return [(layer, _input_size(layer) or layer.embedding_dim) for layer in layers]
 
 

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from sglang_ext.drafters import Drafter, DrafterContext, load
 from sglang_ext.metrics import BudgetLog, SpeculationMetrics
 from sglang_ext.requests import RequestTable, RunningRequest
 from sglang_ext.tree import PackedTrees, TokenTree
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +68,14 @@ class DraftPlanner:
             {name: load(name, context) for name in names} if active else {}
         )
         self.requests = RequestTable(
-            self.drafters, names, context.options.drafter, max_width - 1, max_requests
+            self.drafters, names, context.options.default_drafter, max_width - 1, max_requests
         )
+
+    def prefill(self, reqs: Sequence["Req"]) -> None:
+        """The target is about to read these requests' prompts: drafters may do so too."""
+        start = time.perf_counter()
+        if self._active and self.requests.prefill(reqs) and self.metrics is not None:
+            self.metrics.note_step("draft_prefill", time.perf_counter() - start)
 
     def plan(
         self, running: Sequence[RunningRequest], padded: bool = False
@@ -79,12 +88,13 @@ class DraftPlanner:
         if self.cost is None and self.metrics is not None:
             self._observe_late(self.metrics, running)
         trees = [TokenTree.empty()] * len(running)
-        if self._may_draft():
+        if self._may_draft() or any(r.fixed_budget for r in running):
             start = time.perf_counter()
             for drafter in self.drafters.values():
                 self._propose(drafter, running, trees)
             trees = self._cut(running, trees, padded)
             self._note_drafting(time.perf_counter() - start)
+            self._report_counters()
         if any(map(len, trees)):
             # What pays is not rationed.
             self._drafting_credit = 0.0
@@ -94,6 +104,8 @@ class DraftPlanner:
 
     def note_step(self, tokens: int, seconds: float, verify: bool = False) -> None:
         """A forward pass over `tokens` tokens, and all that belongs to it, took `seconds`."""
+        if self.metrics is not None:
+            self.metrics.note_step("verify" if verify else "plain", seconds)
         if self.cost is not None:
             self.cost.observe(tokens, seconds, verify)
             self._drafting_credit = min(0.0, self._drafting_credit + DRAFTING_SHARE * seconds)
@@ -181,12 +193,20 @@ class DraftPlanner:
         if self.cost is None or self._options.budget == "fixed":
             return [tree.first(self._max_width - 1) for tree in trees]
         probs = [
-            request.calibration(tree.probs) if len(tree) else _NO_PROBS
+            request.calibration(tree.probs) if len(tree) and not request.fixed_budget else _NO_PROBS
             for request, tree in zip(running, trees, strict=True)
         ]
         knee = self.knee or self._max_width * len(running)
         nodes = choose_nodes(probs, self.cost, knee, self._drafting_s, padded=padded)
-        return [tree.first(int(n)) for tree, n in zip(trees, nodes, strict=True)]
+        return [
+            tree.first(self._max_width - 1 if request.fixed_budget else int(n))
+            for request, tree, n in zip(running, trees, nodes, strict=True)
+        ]
+
+    def _report_counters(self) -> None:
+        if self.metrics is not None:
+            for drafter in self.drafters.values():
+                self.metrics.set_counters(getattr(drafter, "counters", None) or {})
 
     def _report(self, running: Sequence[RunningRequest], trees: Sequence[TokenTree]) -> None:
         if not self._active:

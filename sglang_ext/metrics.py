@@ -20,6 +20,12 @@ PREFIX = "sglang_ext:"
 # Bits of TokenTree.sources, as datastores.retrieval sets them. A node that several sources
 # proposed counts for each of them.
 SOURCES = {1: "prompt", 2: "self_output", 4: "live", 8: "static"}
+_STEP_KINDS = {
+    "plain": "Decode steps without drafts.",
+    "verify": "Steps that verified drafts.",
+    "draft": "Drafting for a batch.",
+    "draft_prefill": "Drafters reading prompts (SpecASR: the draft's encoder).",
+}
 LOG_EVERY_S = 60.0
 _GAUGES_EVERY_S = 1.0
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -70,6 +76,20 @@ class SpeculationMetrics:
         self._retrieval = histogram(
             "retrieval_seconds", "Seconds of drafting for one batch.", _SECONDS
         )
+        self._steps, self._seconds = (
+            {
+                kind: Count(PREFIX + kind + unit, text, names).labels(**labels)
+                for kind, text in _STEP_KINDS.items()
+            }
+            for unit in ("_steps", "_seconds")
+        )
+        self._drafter = Gauge(
+            PREFIX + "drafter",
+            "What a drafter counts of its own.",
+            (*names, "name"),
+            multiprocess_mode="mostrecent",
+        )
+        self._labels = dict(labels)
         self._proposed = by_source("proposed_tokens", "Drafted tokens that were verified.")
         self._accepted = by_source("accepted_tokens", "Drafted tokens that were accepted.")
         self._budget_cap = gauge("budget_cap", "Nodes per request up to I_knee at this batch.")
@@ -115,6 +135,17 @@ class SpeculationMetrics:
     def note_drafting(self, seconds: float) -> None:
         """A batch was drafted for."""
         self._retrieval.observe(seconds)
+        self.note_step("draft", seconds)
+
+    def note_step(self, kind: str, seconds: float) -> None:
+        """A step's part, one of _STEP_KINDS, took `seconds`."""
+        self._steps[kind].inc()
+        self._seconds[kind].inc(seconds)
+
+    def set_counters(self, counters: Mapping[str, float]) -> None:
+        """A drafter's own totals, by name."""
+        for name, value in counters.items():
+            self._drafter.labels(**self._labels, name=name).set(value)
 
     def note_width(self, width: float) -> None:
         """A step verifies so many nodes per request in the mean, roots included."""

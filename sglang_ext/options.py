@@ -29,7 +29,9 @@ class Options:
     """Server-wide options; every one has a default that works."""
 
     drafter: str = _option(
-        "sssd", "drafter of requests that name none: sssd, none, or an installed plugin's name"
+        "",
+        "drafter of requests that name none: sssd, specasr, none, or an installed plugin's name; "
+        "empty: specasr where a draft model is given, else sssd",
     )
     drafters: str = _option(
         "", "further drafters to load, comma-separated, that requests may choose"
@@ -71,8 +73,43 @@ class Options:
         "0: measured at start-up",
         low=0,
     )
+    draft_model: str = _option(
+        "", "SpecASR: the draft Whisper, a folder or a name of `sglang-ext models list`"
+    )
+    specasr_mode: str = _option(
+        "tsp",
+        "SpecASR: tsp (two-pass sparse tree), recycling, asp (adaptive single sequence) or fixed",
+        choices=("tsp", "recycling", "asp", "fixed"),
+    )
+    asp_length: int = _option(24, "SpecASR: most tokens of a drafted sequence", low=1, high=64)
+    asp_threshold: float = _option(
+        0.4,
+        "SpecASR: a drafted sequence ends where the top token's probability falls below this",
+        low=0.0,
+        high=1.0,
+    )
     oracle_file: str = _option(
         "", "JSONL of token id lists that the drafter 'oracle' proposes (for checks)"
+    )
+    transcription_max_upload_mb: int = _option(
+        512, "largest audio file that a client may post, in MiB", low=1
+    )
+    transcription_max_seconds: int = _option(
+        4 * 3600, "longest audio that is transcribed, in seconds", low=1
+    )
+    transcription_parallel: int = _option(
+        16, "chunks of one audio that are decoded at once", low=1, high=1024
+    )
+    vad_threshold: float = _option(
+        0.5,
+        "speech probability from which sound is transcribed; the rest makes no words",
+        low=0.0,
+        high=1.0,
+    )
+    word_aligner: str = _option(
+        "",
+        "Whisper that times the words, a folder or a name of `sglang-ext models list`; "
+        "empty: the draft model where it speaks the language, else the served one; none: no words",
     )
 
     @classmethod
@@ -90,9 +127,14 @@ class Options:
                 values[option.name] = _parse(option, text, env_name(option.name))
         return cls(**values)
 
+    @property
+    def default_drafter(self) -> str:
+        """The drafter of requests that name none."""
+        return self.drafter or ("specasr" if self.draft_model else "sssd")
+
     def loaded_drafters(self) -> list[str]:
         """The names of the drafters to load, the default one first."""
-        names = [self.drafter, *(name.strip() for name in self.drafters.split(","))]
+        names = [self.default_drafter, *(name.strip() for name in self.drafters.split(","))]
         return list(dict.fromkeys(name for name in names if name and name != "none"))
 
 
@@ -132,8 +174,8 @@ def _parse(option, text: str, source: str):
         if text.lower() in _TRUE | _FALSE:
             return text.lower() in _TRUE
         raise OptionError(f"{source}={text!r}: expected 1 or 0")
-    if isinstance(option.default, int):
-        return _parse_int(option, text, source)
+    if isinstance(option.default, int | float):
+        return _parse_number(option, text, source)
     choices = option.metadata.get("choices")
     if choices and text not in choices:
         raise OptionError(f"{source}={text!r}: expected one of {', '.join(choices)}")
@@ -143,14 +185,17 @@ def _parse(option, text: str, source: str):
     return text
 
 
-def _parse_int(option, text: str, source: str) -> int:
+def _parse_number(option, text: str, source: str):
     low, high = option.metadata.get("low"), option.metadata.get("high")
-    expected = "a whole number" + (f" of at least {low}" if low is not None else "")
+    kind = type(option.default)
+    expected = "a whole number" if kind is int else "a number"
+    expected += f" of at least {low}" if low is not None else ""
     expected += f" and at most {high}" if high is not None else ""
     try:
-        value = int(text)
+        value = kind(text)
     except ValueError:
         raise OptionError(f"{source}={text!r}: expected {expected}") from None
-    if (low is not None and value < low) or (high is not None and value > high):
+    # Written so that NaN is refused too.
+    if not ((low is None or value >= low) and (high is None or value <= high)):
         raise OptionError(f"{source}={text!r}: expected {expected}")
     return value

@@ -6,6 +6,7 @@ import os
 from functools import cache
 from typing import Any
 
+from sglang_ext import audio_processor
 from sglang_ext.options import Options
 
 logger = logging.getLogger(__name__)
@@ -13,6 +14,8 @@ logger = logging.getLogger(__name__)
 ALGORITHM = "SSSD"
 # Root included; on a CPU, past this the forward pass costs more than it can gain.
 DEFAULT_DRAFT_TOKENS = 16
+# SpecASR's sequences have up to 24 tokens, and branches beside them.
+DEFAULT_SPEECH_DRAFT_TOKENS = 32
 MAX_DRAFT_TOKENS = 64
 # As SGLang's NGRAM: what a verify step of that many trees still pays for.
 MAX_RUNNING_REQUESTS = 48
@@ -24,11 +27,13 @@ def register() -> None:
     """Register the speculative algorithm, the CPU backend and the request checks."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+    from sglang_ext import encoder_decoder
     from sglang_ext.cpu.install import wants_cpu_engine
 
     SpeculativeAlgorithm.register(
         ALGORITHM, supports_overlap=True, spec_class=_host_drafted_algorithm()
     )(_worker_class)
+    encoder_decoder.register()
     if wants_cpu_engine():
         from sglang_ext import cpu
 
@@ -36,6 +41,7 @@ def register() -> None:
     _check_request_options()
     _open_corpus_endpoints()
     _widen_request_rows()
+    audio_processor.register()
     if multiprocessing.parent_process() is None:
         _add_routes()
 
@@ -84,7 +90,7 @@ def _resolve_server_args(server_args: Any) -> None:
 
     from sglang_ext.api import protocol
 
-    Options.from_env()  # a wrong value ends the start here, with one clear line
+    options = Options.from_env()  # a wrong value ends the start here, with one clear line
     protocol.make_folder()
     cfg = resolving_view(server_args)
     if cfg.device not in ("cuda", "cpu"):
@@ -93,7 +99,8 @@ def _resolve_server_args(server_args: Any) -> None:
         raise ValueError(f"{ALGORITHM} does not support pipeline parallelism (--pp-size 1)")
     if cfg.attn_dp_size > 1:
         raise ValueError(f"{ALGORITHM} does not support --enable-dp-attention")
-    width = cfg.speculative_num_draft_tokens or DEFAULT_DRAFT_TOKENS
+    default = DEFAULT_SPEECH_DRAFT_TOKENS if options.draft_model else DEFAULT_DRAFT_TOKENS
+    width = cfg.speculative_num_draft_tokens or default
     if not 2 <= width <= MAX_DRAFT_TOKENS:
         raise ValueError(
             f"--speculative-num-draft-tokens {width}: expected 2 to {MAX_DRAFT_TOKENS} "
@@ -122,11 +129,17 @@ def _check_request_options() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_ext.api.namespaces import with_header
+    from sglang_ext.drafters import find
     from sglang_ext.requests import RequestOptions
 
     @cache
     def options() -> Options:
         return Options.from_env()
+
+    @cache
+    def drafters_checks() -> list[Any]:
+        classes = [find(name).load() for name in options().loaded_drafters()]
+        return [made.check for made in classes if hasattr(made, "check")]
 
     def verify(_result: None, params: Any, *_args: Any, **_kwargs: Any) -> None:
         from sglang.srt.runtime_context import get_spec
@@ -136,6 +149,8 @@ def _check_request_options() -> None:
         params.custom_params = with_header(params.custom_params, options().namespace_header)
         if params.custom_params:
             RequestOptions.parse(params.custom_params, options().loaded_drafters())
+            for check in drafters_checks():
+                check(params.custom_params)
 
     HookRegistry.register(
         "sglang.srt.sampling.sampling_params.SamplingParams.verify", verify, HookType.AFTER
@@ -174,10 +189,13 @@ def _add_routes() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def extend(server_args: Any, *_args: Any, **_kwargs: Any) -> None:
-        if server_args.speculative_algorithm != ALGORITHM:
-            return
         from sglang.srt.entrypoints.http_server import app as served
 
+        from sglang_ext.api import transcriptions
+
+        transcriptions.register(served)
+        if server_args.speculative_algorithm != ALGORITHM:
+            return
         from sglang_ext.api import app
 
         app.extend(served, Options.from_env().namespace_header)

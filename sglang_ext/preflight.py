@@ -35,16 +35,19 @@ def check_launch(argv: Sequence[str], options: Options) -> None:
     if options.datastore:
         _check_datastore(argv, options.datastore)
     if (flag_value(argv, "--speculative-algorithm") or "").upper() == ALGORITHM:
-        _check_target(flag_value(argv, "--model-path", "--model") or "")
+        _check_draft_model(flag_value(argv, "--model-path", "--model") or "", options)
 
 
-def _check_target(model: str) -> None:
-    config = Path(model) / "config.json"
-    if config.is_file() and json.loads(config.read_text()).get("is_encoder_decoder"):
-        raise PreflightError(
-            f"--speculative-algorithm {ALGORITHM} does not serve encoder-decoder models yet; "
-            f"start {model} without it"
-        )
+def _check_draft_model(model: str, options: Options) -> None:
+    if "specasr" not in options.loaded_drafters():
+        return
+    if not options.draft_model:
+        raise PreflightError("--drafter specasr needs --draft-model, a smaller Whisper")
+    for name, path in (("--model", model), ("--draft-model", options.draft_model)):
+        config = Path(path) / "config.json"
+        kind = json.loads(config.read_text()).get("model_type") if config.is_file() else None
+        if kind != "whisper":
+            raise PreflightError(f"{name} {path}: SpecASR needs a Whisper, this is {kind or path}")
 
 
 def check_port(host: str, port: int) -> None:

@@ -2,13 +2,14 @@
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from datastores import DEFAULT_NAMESPACE
 from sglang_ext.budget import Calibration
 from sglang_ext.drafters import NO_DRAFTER, Drafter, DraftRequest
+from sglang_ext.encoder_decoder import audio_features
 from sglang_ext.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class RequestOptions:
     Attributes:
         drafter: name of a loaded drafter, or "none" for plain decoding; None: the server's.
         draft_length: most nodes drafted per step, 0 for plain decoding; None: the server's.
+        budget: "fixed" to verify all that is drafted, whether it pays or not (for measurements);
+            "auto" or None: the server's rule.
         ingest: whether its finished output may join the datastore.
         namespace: whose served outputs it reads and joins, beside the shared corpora.
         ingest_name: the name under which its output can be deleted; None: the request's id.
@@ -40,6 +43,7 @@ class RequestOptions:
 
     drafter: str | None = None
     draft_length: int | None = None
+    budget: str | None = None
     ingest: bool = True
     namespace: str = DEFAULT_NAMESPACE
     ingest_name: str | None = None
@@ -65,6 +69,11 @@ class RequestOptions:
             raise RequestOptionError(
                 f"custom_params.draft_length must be a whole number of at least 0, got {length!r}"
             )
+        budget = params.get("budget")
+        if budget not in (None, "auto", "fixed"):
+            raise RequestOptionError(
+                f"custom_params.budget must be auto or fixed, got {shown(budget)}"
+            )
         if not isinstance(ingest, bool):
             raise RequestOptionError(f"custom_params.ingest must be true or false, got {ingest!r}")
         namespace = params.get("namespace")
@@ -76,7 +85,7 @@ class RequestOptions:
                 "custom_params.ingest_name must be 1 to 256 visible ASCII characters, got "
                 + shown(name)
             )
-        return cls(drafter, length, ingest, namespace or DEFAULT_NAMESPACE, name)
+        return cls(drafter, length, budget, ingest, namespace or DEFAULT_NAMESPACE, name)
 
 
 def check_namespace(name: Any, field: str) -> str:
@@ -114,6 +123,7 @@ class RunningRequest:
     drafter: Drafter | None
     max_nodes: int
     calibration: Calibration
+    fixed_budget: bool = False
     verified: TokenTree | None = None
     """Its tree in the last step, until what became of it is known (overlap only)."""
     drafted_at: int = 0
@@ -143,6 +153,8 @@ class RequestTable:
         self._max_nodes = max_nodes
         self._limit = limit
         self._running: dict[str, RunningRequest] = {}
+        # Their prompts are read, their first step is still to come.
+        self._prefilled: dict[str, RunningRequest] = {}
         self._calibrations = {name: Calibration() for name in [*drafters, NO_DRAFTER]}
 
     def update(
@@ -167,8 +179,32 @@ class RequestTable:
             self._drop_departed(reqs)
         return running
 
+    def prefill(self, reqs: Sequence["Req"]) -> bool:
+        """Tell the drafters that ask for it of requests whose prompts are about to be read.
+
+        Returns:
+            whether any drafter was told.
+        """
+        new: dict[Callable[[list[DraftRequest]], None], list[DraftRequest]] = {}
+        for req in reqs:
+            known = self._prefilled.get(req.rid) or self._running.get(req.rid)
+            if known is not None and known.req is req:
+                continue  # a later chunk of its prompt, or it comes back after a retraction
+            known = self._make(req, ())
+            prefill = getattr(known.drafter, "prefill", None)
+            if prefill is not None:
+                self._prefilled[req.rid] = known
+                new.setdefault(prefill, []).append(known.draft)
+        for prefill, drafts in new.items():
+            try:
+                prefill(drafts)
+            except Exception:
+                logger.exception("drafter failed in prefill; %d requests", len(drafts))
+        return bool(new)
+
     def finish(self, rid: str) -> None:
         """The request ended: give its drafter the whole output, without what came after a stop."""
+        self._prefilled.pop(rid, None)
         known = self._running.pop(rid, None)
         if known is None:
             return
@@ -181,8 +217,19 @@ class RequestTable:
     def clear(self) -> None:
         """Forget every request (the cache was flushed)."""
         self._running.clear()
+        self._prefilled.clear()
 
     def _start(self, req: "Req", extra: Sequence[int]) -> RunningRequest:
+        known = self._prefilled.pop(req.rid, None)
+        if known is None or known.req is not req:
+            known = self._make(req, extra)
+        else:
+            known.draft.output[:] = [*req.output_ids, *extra]
+        self._running[req.rid] = known
+        self._tell(known, "start")
+        return known
+
+    def _make(self, req: "Req", extra: Sequence[int]) -> RunningRequest:
         params = getattr(req.sampling_params, "custom_params", None) or {}
         try:
             options = RequestOptions.parse(params, self._names)
@@ -196,18 +243,17 @@ class RequestTable:
             prompt=req.origin_input_ids_unpadded,
             output=[*req.output_ids, *extra],
             params=params,
+            features=audio_features(req),
         )
         name = options.drafter or self._default
-        known = RunningRequest(
+        return RunningRequest(
             req,
             draft,
             self._drafters.get(name),
             min(length, self._max_nodes),
             self._calibrations[name if name in self._drafters else NO_DRAFTER].for_request(),
+            fixed_budget=options.budget == "fixed",
         )
-        self._running[req.rid] = known
-        self._tell(known, "start")
-        return known
 
     def _append(self, known: RunningRequest, output_ids: Any, extra: Sequence[int]) -> None:
         seen = len(known.draft.output)
@@ -232,3 +278,4 @@ class RequestTable:
         present = {req.rid for req in reqs}
         for rid in [rid for rid in self._running if rid not in present]:
             del self._running[rid]
+        self._prefilled.clear()

@@ -47,6 +47,7 @@ from sglang_ext.budget import CostModel, knee
 from sglang_ext.costs import costs_of
 from sglang_ext.drafters import DrafterContext
 from sglang_ext.drafting import DraftPlanner
+from sglang_ext.encoder_decoder import decoder_starts, keep_encoder_outputs
 from sglang_ext.metrics import SpeculationMetrics
 from sglang_ext.options import Options
 from sglang_ext.ragged import (
@@ -84,8 +85,11 @@ class SpeculativeWorker(BaseSpecWorker):
         self.vocab_size: int = self.model_runner.model_config.vocab_size
         self.on_host = self.device == "cpu"
 
-        if self.model_runner.model_config.is_encoder_decoder:
-            raise ValueError("speculation does not serve encoder-decoder models yet")
+        if self.model_runner.model_config.is_encoder_decoder and not self.on_host:
+            raise ValueError(
+                "speculation over encoder-decoder models (Whisper) runs with --device cpu only so "
+                "far: FlashInfer's verify masks leave no room for the encoder's tokens"
+            )
         # Made in alloc_memory_pool(), once SGLang knows how many requests may run.
         self.planner: DraftPlanner
 
@@ -106,6 +110,7 @@ class SpeculativeWorker(BaseSpecWorker):
             options=self.options,
             tokenizer_fingerprint=fingerprint(self._target_worker.tokenizer),
             eos_token_ids=frozenset(self.model_runner.model_config.hf_eos_token_id or ()),
+            model_path=self.model_runner.model_config.model_path,
         )
         costs = costs_of(self.model_runner, get_parallel().tp_size)
         # The other ranks get rank 0's trees: timing must not tell ranks apart.
@@ -124,7 +129,7 @@ class SpeculativeWorker(BaseSpecWorker):
         logger.info(
             "sglang-ext drafters: %s (default %s), up to %d nodes a step, budget %s",
             ", ".join(self.planner.drafters) or "none",
-            self.options.drafter,
+            self.options.default_drafter,
             self.speculative_num_draft_tokens,
             self.options.budget,
         )
@@ -184,6 +189,8 @@ class SpeculativeWorker(BaseSpecWorker):
         return self._verify(batch, running, pack(roots, trees, width), trees, on_publish)
 
     def _prefill(self, batch, on_publish, pp_proxy_tensors) -> GenerationBatchResult:
+        if self.on_host:
+            self.planner.prefill(batch.reqs)
         result = self._target_worker.forward_batch_generation(
             batch, pp_proxy_tensors=pp_proxy_tensors
         )
@@ -247,7 +254,8 @@ class SpeculativeWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         """One token a request through SGLang's own decode and sampler."""
         start = time.perf_counter()
-        slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices, batch.seq_lens]
+        slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices, decoder_starts(batch)]
+        keep_encoder_outputs(batch)
         new_seq_lens = batch.seq_lens + 1
         batch.input_ids = torch.tensor(roots, dtype=torch.int64, device=self.device)
         batch.out_cache_loc = slots.to(torch.int64)
@@ -345,11 +353,13 @@ class SpeculativeWorker(BaseSpecWorker):
         )
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = tokens
+        starts = decoder_starts(batch)
+        keep_encoder_outputs(batch)
         batch.out_cache_loc = assign_extend_cache_locs_func(
             req_pool_indices=batch.req_pool_indices,
             req_to_token=self.req_to_token_pool.req_to_token,
-            start_offset=batch.seq_lens,
-            end_offset=batch.seq_lens + width,
+            start_offset=starts,
+            end_offset=starts + width,
             batch_size=bs,
             draft_token_num=width,
             device=self.device,

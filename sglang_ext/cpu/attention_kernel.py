@@ -103,17 +103,24 @@ def _attend(
     longest = 0
     for t in range(tokens):
         longest = max(longest, counts[t] + extra_counts[t])
-    # Strided and not in blocks: in a prefill the last tokens see the most.
+    # Strided and not in blocks: in a prefill the last tokens see the most. Head by head: tokens of
+    # one request read the same K/V, which stay in the cache (cross-attention: 1500 slots).
     for thread in numba.prange(threads):
         slots = np.empty(longest, np.int64)
         scores = np.empty(longest, np.float32)
         bits = np.empty(longest, np.int32)
+        row, start, held = np.int64(-1), np.int64(-1), np.int64(-1)
         for task in range(thread, tasks, threads):
-            t = task // tasks_per_token
-            first = (task % tasks_per_token) * per_task
+            turn = task // tokens
+            first = turn * per_task
+            # Rotated, so that no thread gets one token's heads only.
+            t = (task + turn) % tokens
             n, more = counts[t], extra_counts[t]
-            for i in range(n):
-                slots[i] = table[rows[t], starts[t] + i]
+            if rows[t] != row or starts[t] != start or n > held:
+                row, start = rows[t], starts[t]
+                for i in range(n):
+                    slots[i] = table[row, start + i]
+            held = n
             for i in range(more):
                 slots[n + i] = extra[extra_starts[t] + i]
             for h in range(first, first + per_task):

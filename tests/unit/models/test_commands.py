@@ -8,6 +8,7 @@ import pytest
 
 from sglang_ext.models import ModelError, add_commands
 from sglang_ext.models.registry import MODELS
+from speech.enlarge import Enlargement
 
 
 def run(*argv: str) -> int:
@@ -73,3 +74,28 @@ def test_import_pulls_in_neither_torch_nor_sglang():
     code = "import sys, sglang_ext.models; print({'torch', 'sglang', 'numpy'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "set()", result.stderr
+
+
+def test_enlarge_passes_the_sizes_on_and_prints_the_folder(monkeypatch, capsys, tmp_path):
+    calls = []
+    monkeypatch.setattr("speech.enlarge.enlarge", lambda *args, **kw: calls.append((args, kw)))
+    target = tmp_path / "large"
+    assert run("enlarge", str(tmp_path), str(target), "--decoder-layers", "24", "--quiet") == 0
+    assert capsys.readouterr().out == f"{target}\n"
+    how = Enlargement(width=2, encoder_layers=None, decoder_layers=24)
+    assert calls == [((tmp_path, target, how), {"name": "", "progress": False})]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("whisper-bass", "did you mean 'whisper-base'?"),
+        ("openai/whisper-medium", "not on this machine"),
+        (".", "no config.json"),
+    ],
+)
+def test_enlarge_names_a_source_that_will_not_do(monkeypatch, capsys, tmp_path, source, message):
+    monkeypatch.chdir(tmp_path)
+    assert run("enlarge", source, str(tmp_path / "large")) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "large").exists()

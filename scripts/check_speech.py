@@ -1,0 +1,141 @@
+"""SpecASR's output against plain SGLang Whisper's, token id by token id.
+
+Plain SGLang transcribes all clips of a folder and 20 minutes of audio derived from them
+(scripts/speech_data.py) at batch 1 and 8; a server with SpecASR then does so in every mode. Where
+they differ, plain SGLang is asked again: a clip on which it contradicts itself at that batch size
+is shown and not counted. At most one server is up at a time.
+
+    python -m scripts.check_speech [--target T] [--draft D] [--audio DIR] [--quick] [--json FILE]
+"""
+
+import itertools
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from scripts.figures import parser, report
+from scripts.server import Server
+from scripts.speech_client import AUTOREGRESSIVE, MODES, Speech, Transcript, transcribe_all
+from scripts.speech_data import DERIVED_S, FOLDER, Clip, derive, read_clips, windows
+
+BATCH_SIZES = (1, 8)
+ASKED_AGAIN = 2  # times that plain SGLang may contradict itself
+QUICK_CLIPS, QUICK_DERIVED_S = 6, 60.0
+# Every mode of drafting, and plain steps by the speculating worker.
+CHECKED = {name: params for name, params in MODES.items() if name != AUTOREGRESSIVE}
+CHECKED["no drafts"] = MODES[AUTOREGRESSIVE]
+# Clips, output and the widest trees of 8 requests.
+SPECULATION = ["--speculative-algorithm", "SSSD", "--speculative-num-draft-tokens", "64"]
+
+# Transcripts of all clips, by mode and batch size.
+Answers = dict[tuple[str, int], list[Transcript]]
+
+
+def main() -> int:
+    args = parser(__doc__, model=False)
+    args.add_argument("--target", default="whisper-base", metavar="T", help="[%(default)s]")
+    args.add_argument("--draft", default="whisper-tiny.en", metavar="D", help="[%(default)s]")
+    args.add_argument("--audio", type=Path, default=FOLDER, metavar="DIR", help="[%(default)s]")
+    args.add_argument(
+        "--minutes", type=float, default=DERIVED_S / 60, help="of derived audio [%(default)g]"
+    )
+    options = args.parse_args()
+    sources = read_clips(options.audio)
+    seconds = QUICK_DERIVED_S if options.quick else options.minutes * 60
+    used = sources[:: max(1, len(sources) // QUICK_CLIPS)] if options.quick else sources
+    clips = list(itertools.chain(*map(windows, used), derive(sources, seconds)))
+    speech = [Speech.of(clip) for clip in clips]
+    print(f"{len(clips)} clips, {sum(c.seconds for c in clips) / 60:.1f} minutes", flush=True)
+
+    with Server(options.target, name="plain") as server:
+        plain = {batch: ask(server, speech, "plain", None, batch) for batch in BATCH_SIZES}
+    flags = [*SPECULATION, "--draft-model", options.draft]
+    with Server(options.target, flags, name="specasr") as server:
+        answers = {
+            (mode, batch): ask(server, speech, mode, params, batch)
+            for mode, params in CHECKED.items()
+            for batch in BATCH_SIZES
+        }
+    unstable: dict[int, set[int]] = {batch: set() for batch in BATCH_SIZES}
+    if any(differing(plain, answers).values()):
+        with Server(options.target, name="plain") as server:
+            for batch, _ in itertools.product(BATCH_SIZES, range(ASKED_AGAIN)):
+                again = ask(server, speech, "plain again", None, batch)
+                unstable[batch] |= unequal(plain[batch], again)
+    figures = compare(clips, plain, answers, unstable)
+    report(figures, options.json)
+    return int(figures["mismatches"] > 0)
+
+
+def ask(
+    server: Server,
+    speech: Sequence[Speech],
+    mode: str,
+    params: Mapping[str, object] | None,
+    batch: int,
+) -> list[Transcript]:
+    """All clips in one mode at one batch size."""
+    print(f"{mode}, batch {batch}", flush=True)
+    return transcribe_all(server.base_url, speech, params, in_flight=batch, label=mode)
+
+
+def unequal(some: Iterable[Transcript], others: Iterable[Transcript]) -> set[int]:
+    """The rows whose tokens differ."""
+    pairs = zip(some, others, strict=True)
+    return {i for i, (a, b) in enumerate(pairs) if a.token_ids != b.token_ids}
+
+
+def differing(
+    plain: Mapping[int, Sequence[Transcript]], answers: Answers
+) -> dict[tuple[str, int], set[int]]:
+    """For each mode and batch size, the clips that plain SGLang transcribes otherwise."""
+    return {
+        (mode, batch): unequal(plain[batch], transcripts)
+        for (mode, batch), transcripts in answers.items()
+    }
+
+
+def compare(
+    clips: Sequence[Clip],
+    plain: Mapping[int, Sequence[Transcript]],
+    answers: Answers,
+    unstable: Mapping[int, set[int]],
+) -> dict[str, float]:
+    """Print a line per configuration, and where it differs; return the figures."""
+    print(f"\n{'configuration':24} {'clips':>6} {'differ':>7} {'seconds':>8}")
+    for batch, transcripts in plain.items():
+        print(
+            f"{f'plain, batch {batch}':24} {len(clips):>6} {len(unstable[batch]):>7} "
+            f"{sum(t.seconds for t in transcripts) / batch:>8.0f}   (with itself)"
+        )
+    mismatches = compared = 0
+    for (mode, batch), rows in differing(plain, answers).items():
+        counted = rows - unstable[batch]
+        mismatches += len(counted)
+        compared += len(clips) - len(unstable[batch])
+        transcripts = answers[mode, batch]
+        print(
+            f"{f'{mode}, batch {batch}':24} {len(clips):>6} {len(counted):>7} "
+            f"{sum(t.seconds for t in transcripts) / batch:>8.0f}"
+        )
+        for row in sorted(counted)[:5]:
+            expected, got = plain[batch][row].token_ids, transcripts[row].token_ids
+            print(f"    {clips[row].name} from token {first_difference(expected, got)}")
+    return {
+        "clips": len(clips),
+        "minutes": sum(clip.seconds for clip in clips) / 60,
+        "tokens": sum(len(t.token_ids) for t in plain[BATCH_SIZES[0]]),
+        "transcripts_compared": compared,
+        "mismatches": mismatches,
+        "plain_mismatches": sum(map(len, unstable.values())),
+    }
+
+
+def first_difference(expected: Sequence[int], got: Sequence[int]) -> int:
+    """Where two sequences part: the shorter one's length if it begins the longer one."""
+    pairs = enumerate(zip(expected, got, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(expected), len(got)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What encoder-decoder targets (Whisper) need in a decode step under speculation.
+
+SGLang 0.5.23 keeps a request's encoder tokens at the front of its row of req_to_token, while
+`seq_lens` counts decoder tokens alone (ScheduleBatch.prepare_encoder_info_extend). Its
+speculative workers know nothing of that; ours asks here.
+"""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+logger = logging.getLogger(__name__)
+
+
+def decoder_starts(batch: "ScheduleBatch") -> torch.Tensor:
+    """int64[bs], the columns of req_to_token from which each request's next tokens are stored."""
+    if batch.encoder_lens is None:
+        return batch.seq_lens
+    return batch.seq_lens + batch.encoder_lens
+
+
+def keep_encoder_outputs(batch: "ScheduleBatch") -> None:
+    """Have the forward pass read the encoder's KV from the cache and not run the encoder again."""
+    if batch.encoder_lens is not None:
+        batch.encoder_cached = [True] * len(batch.reqs)
+
+
+def audio_features(req: "Req") -> torch.Tensor | None:
+    """float32[mels, frames], the log-mel features for a drafter; None for a request of text.
+
+    Those made for the draft model (audio_processor.py), else the target's own.
+    """
+    items = getattr(getattr(req, "multimodal_inputs", None), "mm_items", None)
+    if not items:
+        return None
+    extra = getattr(items[0], "model_specific_data", None) or {}
+    features = extra.get("draft_features", items[0].feature)
+    if not isinstance(features, torch.Tensor):
+        return None
+    return features.reshape(features.shape[-2:]).to("cpu", torch.float32)
+
+
+def runs_at_prefill_only(name: str) -> bool:
+    """Whether the module `name` of SGLang's Whisper has no part in a decode step."""
+    return name.startswith("encoder.") or name.endswith(".encoder_attn.kv_proj")
+
+
+def register() -> None:
+    """Zero the key biases that Whisper does not have; once in every process, before models load.
+
+    SGLang's fused q/k/v projection has a bias for the keys too and leaves it as allocated, except
+    in the decoder's cross-attention: whatever stood in that memory would be added.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.models.whisper.WhisperForConditionalGeneration.load_weights",
+        _zero_key_biases,
+        HookType.BEFORE,
+    )
+
+
+def _zero_key_biases(model: Any, *_args: Any, **_kwargs: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith((".qkv_proj.bias", ".kv_proj.bias")):
+            parameter.data.zero_()

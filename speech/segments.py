@@ -1,0 +1,199 @@
+"""What Whisper wrote for a chunk -> segments with times; joining chunks; signs of invention."""
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from speech.chunks import Chunk
+from speech.prompts import SPACELESS, TIMESTAMP_S, WhisperVocabulary
+
+# openai-whisper's transcribe.py.
+MAX_COMPRESSION_RATIO = 2.4
+MIN_AVG_LOGPROB = -1.0
+MAX_NO_SPEECH_PROB = 0.6
+
+_LOOP_REPEATS = 4  # so many in a row are no speech
+_LONGEST_LOOP = 64  # tokens
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What the model wrote for one chunk.
+
+    Attributes:
+        tokens: output ids, <|endoftext|> left out.
+        logprobs: of each of them, and of <|endoftext|> where it came.
+        no_speech_prob: of <|nospeech|> at <|startoftranscript|>; nan where it is not known.
+        temperature: it was sampled at.
+        finished: it ended with <|endoftext|>, not at the length limit.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    no_speech_prob: float = math.nan
+    temperature: float = 0.0
+    finished: bool = True
+
+    @property
+    def avg_logprob(self) -> float:
+        """As openai-whisper: the sum over one more than the text's tokens."""
+        return sum(self.logprobs) / (len(self.tokens) + 1)
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word with its times in seconds."""
+
+    word: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of text; times in seconds of the whole audio.
+
+    Attributes:
+        seek: where its chunk begins, in frames of 10 ms.
+        tokens: with the timestamps that the model wrote.
+    """
+
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    tokens: tuple[int, ...]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+
+
+@dataclass
+class Transcript:
+    """A whole transcript.
+
+    Attributes:
+        language: ISO code.
+        duration: of the audio, in seconds.
+        token_ids: output ids of each chunk as they came, in order.
+    """
+
+    task: str
+    language: str
+    duration: float = 0.0
+    text: str = ""
+    segments: list[Segment] = field(default_factory=list)
+    words: list[Word] = field(default_factory=list)
+    logprobs: list[tuple[int, float]] = field(default_factory=list)
+    token_ids: list[tuple[int, ...]] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+def compression_ratio(text: str) -> float:
+    """Bytes of UTF-8 over their zlib-compressed size, high where text repeats itself."""
+    data = text.encode()
+    return len(data) / len(zlib.compress(data))
+
+
+def needs_fallback(decoded: Decoded, text: str) -> bool:
+    """Whether to decode again at a higher temperature (openai-whisper's rule)."""
+    if is_silent(decoded):
+        return False
+    repeats = compression_ratio(text) > MAX_COMPRESSION_RATIO
+    return repeats or decoded.avg_logprob < MIN_AVG_LOGPROB
+
+
+def is_silent(decoded: Decoded) -> bool:
+    """Whether it is no speech after all (openai-whisper's rule)."""
+    return decoded.no_speech_prob > MAX_NO_SPEECH_PROB and decoded.avg_logprob < MIN_AVG_LOGPROB
+
+
+def without_loop(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Tokens up to the first repetition of a loop that they end in.
+
+    A loop is a run of at most 64 tokens that stands at the end four times or more.
+    """
+    tokens = tuple(tokens)
+    for length in range(1, min(_LONGEST_LOOP, len(tokens) // _LOOP_REPEATS) + 1):
+        # The last round may have been cut off by the length limit.
+        same = 0
+        while same + length < len(tokens) and tokens[-1 - same] == tokens[-1 - same - length]:
+            same += 1
+        if same >= (_LOOP_REPEATS - 1) * length:
+            return tokens[: len(tokens) - same]
+    return tokens
+
+
+def chunk_segments(
+    chunk: Chunk, decoded: Decoded, vocabulary: WhisperVocabulary, first_id: int = 0
+) -> list[Segment]:
+    """The segments of a chunk, from whatever timestamps the model wrote.
+
+    Each timestamp ends a segment and begins the next. Without openai-whisper's constrained
+    decoding they may be missing, run backwards or lie past the end; then the speech that the VAD
+    found gives the times.
+    """
+    last_speech = chunk.speech[-1][1] if chunk.speech else chunk.duration
+    parts: list[tuple[float, float, tuple[int, ...]]] = []
+    start, text, kept = 0.0, [], []
+    for token in decoded.tokens:
+        kept.append(token)
+        if token < vocabulary.end:
+            text.append(token)
+        elif token >= vocabulary.first_timestamp:
+            time = (token - vocabulary.first_timestamp) * TIMESTAMP_S
+            if time < start or time > chunk.duration + 1.0:
+                kept.pop()  # backwards, or past the end
+                continue
+            time = min(time, chunk.duration)
+            if text:
+                parts.append((start, time, tuple(kept)))
+                text, kept = [], []
+            else:
+                kept = [token]
+            start = time
+    if text:
+        parts.append((start, max(start, last_speech), tuple(kept)))
+    if parts and all(token < vocabulary.first_timestamp for token in decoded.tokens):
+        # No timestamps at all: what the VAD heard first begins it.
+        parts[0] = (chunk.speech[0][0] if chunk.speech else 0.0, *parts[0][1:])
+    ratio = compression_ratio(vocabulary.decode(decoded.tokens))
+    segments = []
+    for start, end, tokens in parts:
+        words = vocabulary.decode(tokens)
+        if not words.strip():
+            continue
+        at, until = chunk.source_time(start), chunk.source_time(end, end=True)
+        segments.append(
+            Segment(
+                id=first_id + len(segments),
+                seek=round(chunk.pieces[0].source_start * 100),
+                start=round(at, 2),
+                end=round(min(max(until, at + TIMESTAMP_S), chunk.source_end), 2),
+                text=words,
+                tokens=tokens,
+                temperature=decoded.temperature,
+                avg_logprob=decoded.avg_logprob,
+                compression_ratio=ratio,
+                no_speech_prob=decoded.no_speech_prob,
+            )
+        )
+    return segments
+
+
+def joined(before: str, text: str, language: str) -> str:
+    """What to append to `before` for `text` to follow it: a chunk's text, spaced if need be.
+
+    Whisper writes the space before a word itself; a chunk's first word may come without.
+    """
+    if not before:
+        return text.lstrip()
+    if before[-1].isspace():
+        return text.lstrip()
+    if language in SPACELESS or not text or text[0].isspace():
+        return text
+    return " " + text

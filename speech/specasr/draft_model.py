@@ -1,0 +1,313 @@
+"""A small Whisper's inference on the CPU, as fast per decoder step as torch's kernels allow.
+
+The decoder runs the new tokens of several requests in one pass: linear layers over all of them,
+attention request by request over its own cache (cache.py), so nothing is padded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from speech.specasr.cache import DraftCache
+from speech.specasr.weights import Linear, Weights, WhisperShape
+
+TOP_K = 4
+# A draft model is surer to be right than it says; fitted on tiny.en drafting for base.
+TEMPERATURE = 0.6
+# Encoder frames (20 ms each) that the model sees behind the end of the audio. Whisper was trained on
+# 30 s windows: with less silence than this it misses the end and repeats itself.
+MARGIN_FRAMES = 500
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the draft model says comes after one token: the likeliest tokens, best first.
+
+    Attributes:
+        tokens: TOP_K of them.
+        probs: their probabilities, softmax of the logits.
+        chances: the chances that the target says them: probs, sharpened by TEMPERATURE.
+    """
+
+    tokens: Sequence[int]
+    probs: Sequence[float]
+    chances: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Tokens to run through the decoder; parents are slots of the request's cache, -1 for none."""
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], parent: int) -> "Feed":
+        """`tokens`, one after the other, after slot `parent`, which is the cache's last."""
+        return cls(tokens, range(parent, parent + len(tokens)))
+
+
+@dataclass(frozen=True)
+class _EncoderLayer:
+    attention_norm: tuple[torch.Tensor, torch.Tensor]
+    qkv: Linear
+    out: Linear
+    final_norm: tuple[torch.Tensor, torch.Tensor]
+    fc1: Linear
+    fc2: Linear
+
+
+@dataclass(frozen=True)
+class _DecoderLayer(_EncoderLayer):
+    cross_norm: tuple[torch.Tensor, torch.Tensor]
+    cross_q: Linear
+    cross_out: Linear
+
+
+class DraftWhisper:
+    """The draft model. Made by `load`; one object serves all requests, from one thread."""
+
+    def __init__(self, shape: WhisperShape, weights: Weights) -> None:
+        self.shape = shape
+        self._convs = [
+            (weights.take(f"encoder.conv{i}.weight"), weights.take(f"encoder.conv{i}.bias"))
+            for i in (1, 2)
+        ]
+        self._encoder_positions = weights.take("encoder.embed_positions.weight")
+        self._encoder_layers = [
+            _EncoderLayer(**_shared_parts(weights, f"encoder.layers.{i}", shape.encoder_heads, shape))
+            for i in range(shape.encoder_layers)
+        ]
+        self._encoder_norm = weights.norm("encoder.layer_norm")
+        self._decoder_layers = [
+            _decoder_layer(weights, f"decoder.layers.{i}", shape)
+            for i in range(shape.decoder_layers)
+        ]
+        self._cross_kv = weights.linear(
+            *(
+                f"decoder.layers.{i}.encoder_attn.{part}_proj"
+                for i in range(shape.decoder_layers)
+                for part in "kv"
+            )
+        )
+        self._embeddings = weights.take("decoder.embed_tokens.weight")
+        self._positions = weights.take("decoder.embed_positions.weight")
+        self._norm = weights.norm("decoder.layer_norm")
+        self._head = weights.head()
+
+    @classmethod
+    def load(cls, folder: Path | str, precision: str = "int8") -> "DraftWhisper":
+        """Load a Hugging Face Whisper folder.
+
+        Args:
+            folder: with config.json and *.safetensors.
+            precision: of the linear layers: "int8" or "float32".
+
+        Raises:
+            ValueError: the folder holds no Whisper.
+        """
+        folder = Path(folder)
+        return cls(WhisperShape.read(folder), Weights(folder, precision))
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of a sequence at most, the prompt included."""
+        return self.shape.target_positions
+
+    @torch.inference_mode()
+    def encode(self, features: torch.Tensor) -> DraftCache:
+        """Run the encoder over one request's audio; an empty cache that attends to it.
+
+        The encoder sees the audio and MARGIN_FRAMES of the padding behind it, not all 30 s.
+
+        Args:
+            features: float32 [mel_bins, frames], log-mel, at most two frames per source position.
+
+        Raises:
+            ValueError: the shape is another.
+        """
+        bins, frames = features.shape
+        if bins != self.shape.mel_bins or not 0 < frames <= 2 * self.shape.source_positions:
+            raise ValueError(
+                f"features are {bins} x {frames}; the draft model takes {self.shape.mel_bins} mel "
+                f"bins x 1 to {2 * self.shape.source_positions} frames"
+            )
+        x = features[None, :, : audio_frames(features, 2 * MARGIN_FRAMES)].float()
+        x = F.gelu(F.conv1d(x, *self._convs[0], padding=1))
+        x = F.gelu(F.conv1d(x, *self._convs[1], stride=2, padding=1))[0].T
+        x = x + self._encoder_positions[: len(x)]
+        for layer in self._encoder_layers:
+            q, k, v = _heads(layer.qkv(_norm(x, layer.attention_norm)), 3, self.shape.encoder_heads)
+            x = x + layer.out(_merge(F.scaled_dot_product_attention(q, k, v, scale=1.0)))
+            x = x + _mlp(x, layer)
+        hidden = _norm(x, self._encoder_norm)
+        shape = self.shape
+        cross = self._cross_kv(hidden).view(
+            len(hidden), shape.decoder_layers, 2, shape.decoder_heads, -1
+        )
+        keys, values = cross.permute(2, 1, 3, 0, 4).contiguous()
+        return DraftCache(keys, values)
+
+    @torch.inference_mode()
+    def logits(self, caches: Sequence[DraftCache], feeds: Sequence[Feed]) -> torch.Tensor:
+        """Run new tokens through the decoder; their K and V join the caches.
+
+        Args:
+            caches: of different requests.
+            feeds: what to add to each.
+
+        Returns:
+            float32 [tokens of all feeds, vocab_size], in the feeds' order.
+        """
+        firsts, tokens, depths = [], [], []
+        for cache, feed in zip(caches, feeds, strict=True):
+            firsts.append(len(cache))
+            cache.append(feed.tokens, feed.parents)
+            tokens += cache.tokens[firsts[-1] :]
+            depths += cache.depths[firsts[-1] :]
+        masks = [cache.mask(first) for cache, first in zip(caches, firsts, strict=True)]
+        x = self._embeddings[tokens] + self._positions[depths]
+        for index, layer in enumerate(self._decoder_layers):
+            x = x + self._self_attention(x, layer, index, caches, firsts, masks)
+            x = x + self._cross_attention(x, layer, index, caches, firsts)
+            x = x + _mlp(x, layer)
+        return self._head(_norm(x, self._norm))
+
+    @torch.inference_mode()
+    def step(
+        self, caches: Sequence[DraftCache], feeds: Sequence[Feed]
+    ) -> list[list[Prediction]]:
+        """`logits`, as the TOP_K likeliest tokens after each token fed, one list per feed."""
+        logits = self.logits(caches, feeds)
+        probs, tokens = logits.softmax(dim=-1).topk(TOP_K)
+        rows = list(map(Prediction, tokens.tolist(), probs.tolist(), sharpened(probs).tolist()))
+        predictions, row = [], 0
+        for feed in feeds:
+            predictions.append(rows[row : row + len(feed.tokens)])
+            row += len(feed.tokens)
+        return predictions
+
+    def _self_attention(
+        self,
+        x: torch.Tensor,
+        layer: _DecoderLayer,
+        index: int,
+        caches: Sequence[DraftCache],
+        firsts: Sequence[int],
+        masks: Sequence[torch.Tensor | None],
+    ) -> torch.Tensor:
+        q, k, v = _heads(layer.qkv(_norm(x, layer.attention_norm)), 3, self.shape.decoder_heads)
+        out, row = [], 0
+        for cache, first, mask in zip(caches, firsts, masks, strict=True):
+            length = len(cache)
+            rows = slice(row, row + length - first)
+            row = rows.stop
+            keys, values = cache.keys[index], cache.values[index]
+            keys[:, first:length] = k[:, rows]
+            values[:, first:length] = v[:, rows]
+            out.append(
+                F.scaled_dot_product_attention(
+                    q[None, :, rows],
+                    keys[None, :, :length],
+                    values[None, :, :length],
+                    attn_mask=mask,
+                    scale=1.0,
+                )[0]
+            )
+        return layer.out(_merge(out[0] if len(out) == 1 else torch.cat(out, dim=1)))
+
+    def _cross_attention(
+        self,
+        x: torch.Tensor,
+        layer: _DecoderLayer,
+        index: int,
+        caches: Sequence[DraftCache],
+        firsts: Sequence[int],
+    ) -> torch.Tensor:
+        (q,) = _heads(layer.cross_q(_norm(x, layer.cross_norm)), 1, self.shape.decoder_heads)
+        out, row = [], 0
+        for cache, first in zip(caches, firsts, strict=True):
+            rows = slice(row, row + len(cache) - first)
+            row = rows.stop
+            out.append(
+                F.scaled_dot_product_attention(
+                    q[None, :, rows],
+                    cache.cross_keys[index][None],
+                    cache.cross_values[index][None],
+                    scale=1.0,
+                )[0]
+            )
+        return layer.cross_out(_merge(out[0] if len(out) == 1 else torch.cat(out, dim=1)))
+
+
+def sharpened(probs: torch.Tensor) -> torch.Tensor:
+    """Probabilities at a temperature of TEMPERATURE, what is left of 1 taken for one token's.
+
+    Args:
+        probs: float32 [..., k], of a distribution's likeliest.
+    """
+    left = (1 - probs.sum(-1, keepdim=True)).clamp_min(0)
+    powers = torch.cat((probs, left), -1) ** (1 / TEMPERATURE)
+    return (powers / powers.sum(-1, keepdim=True))[..., :-1]
+
+
+def audio_frames(features: torch.Tensor, margin: int) -> int:
+    """Frames up to the end of the audio and `margin` more: behind it all is the floor's value.
+
+    Args:
+        features: float32 [mel_bins, frames]; Whisper pads audio with silence to 30 s, and silence
+            is the lowest value of all bins.
+    """
+    heard = (features > features.min() + 1e-4).any(dim=0).nonzero()
+    end = int(heard[-1]) + 1 if len(heard) else 0
+    # Even, for the encoder halves the frames.
+    return min(features.shape[1], -(-(end + margin) // 2) * 2)
+
+
+def _shared_parts(weights: Weights, name: str, heads: int, shape: WhisperShape) -> dict:
+    scale = (shape.d_model // heads) ** -0.5
+    attention = f"{name}.self_attn"
+    return {
+        "attention_norm": weights.norm(f"{name}.self_attn_layer_norm"),
+        # The scale of the scores is folded into the queries.
+        "qkv": weights.linear(
+            *(f"{attention}.{part}_proj" for part in "qkv"), scale_first=scale
+        ),
+        "out": weights.linear(f"{attention}.out_proj"),
+        "final_norm": weights.norm(f"{name}.final_layer_norm"),
+        "fc1": weights.linear(f"{name}.fc1"),
+        "fc2": weights.linear(f"{name}.fc2"),
+    }
+
+
+def _decoder_layer(weights: Weights, name: str, shape: WhisperShape) -> _DecoderLayer:
+    scale = (shape.d_model // shape.decoder_heads) ** -0.5
+    return _DecoderLayer(
+        **_shared_parts(weights, name, shape.decoder_heads, shape),
+        cross_norm=weights.norm(f"{name}.encoder_attn_layer_norm"),
+        cross_q=weights.linear(f"{name}.encoder_attn.q_proj", scale_first=scale),
+        cross_out=weights.linear(f"{name}.encoder_attn.out_proj"),
+    )
+
+
+def _norm(x: torch.Tensor, parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return torch.layer_norm(x, x.shape[-1:], *parts)
+
+
+def _mlp(x: torch.Tensor, layer: _EncoderLayer) -> torch.Tensor:
+    return layer.fc2(F.gelu(layer.fc1(_norm(x, layer.final_norm))))
+
+
+def _heads(x: torch.Tensor, parts: int, heads: int) -> torch.Tensor:
+    """[n, parts * d] -> [parts, heads, n, head_dim]."""
+    return x.view(len(x), parts, heads, -1).permute(1, 2, 0, 3)
+
+
+def _merge(x: torch.Tensor) -> torch.Tensor:
+    """[heads, n, head_dim] or [1, heads, n, head_dim] -> [n, d]."""
+    if x.dim() == 4:
+        x = x[0]
+    return x.transpose(0, 1).reshape(x.shape[1], -1)

@@ -1,0 +1,165 @@
+"""The trunk of a draft: adaptive single-sequence prediction, with or without recycling.
+
+SpecASR, section IV-A: the draft goes on in one sequence, up to `length` tokens, and is cut where
+the model is no longer sure, for what follows a doubtful token is mostly decoded for nothing.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+from speech.specasr.chain import Chain
+from speech.specasr.draft_model import Feed, Prediction
+from speech.specasr.draft_tree import ROOT, DraftTree
+from speech.specasr.options import SpecASROptions
+from speech.specasr.recycling import OldDraft
+from speech.specasr.transcript import Transcript
+from speech.specasr.vocabulary import Vocabularies
+
+# A token's chance, the chance of all up to it -> whether the draft ends with it.
+Stop = Callable[[float, float], bool]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a draft begins.
+
+    Attributes:
+        length: tokens of the chain that are committed text.
+        token: the draft's first token where it completes the open word; None: nothing is forced.
+        text: bytes of that token that are not committed.
+        prob: its chance.
+    """
+
+    length: int
+    token: int | None = None
+    text: bytes = b""
+    prob: float = 1.0
+
+
+def draft_trunk(
+    chain: Chain,
+    transcript: Transcript,
+    vocabularies: Vocabularies,
+    options: SpecASROptions,
+    room: int,
+) -> Generator[Feed, list[Prediction], DraftTree]:
+    """Draft in one sequence, as modes "fixed", "asp" and "recycling" say.
+
+    Args:
+        room: positions of the draft model that may be fed.
+    """
+    tree = DraftTree()
+    if options.mode != "recycling":
+        chain.forget_draft(len(transcript.tokens))
+    if not (yield from catch_up(chain, transcript, vocabularies, options.length, room)):
+        return tree
+    start = find_start(chain, transcript, vocabularies)
+    threshold = 0.0 if options.mode == "fixed" else options.threshold
+    length = min(options.length, room - start.length)
+    yield from extend(chain, tree, start, vocabularies, length, lambda prob, _: prob < threshold)
+    return tree
+
+
+def catch_up(
+    chain: Chain, transcript: Transcript, vocabularies: Vocabularies, length: int, room: int
+) -> Generator[Feed, list[Prediction], bool]:
+    """Bring the chain up to the committed text, in one forward pass at most.
+
+    What is left of the last draft is fed behind it, up to `length` tokens.
+
+    Returns:
+        False if there is no text, or more than the model has positions for.
+    """
+    committed = transcript.spelled()
+    if not committed or len(committed) >= room:
+        return False
+    same = chain.common(committed)
+    if same < len(committed):
+        chain.truncate(min(same, len(chain)))
+    new = committed[len(chain) :]
+    if new:
+        rest = OldDraft.line_up(chain.drafted, committed, vocabularies.draft.key).rest()
+        yield from chain.feed(new + rest[: min(length, room - len(committed))])
+    return True
+
+
+def find_start(chain: Chain, transcript: Transcript, vocabularies: Vocabularies) -> Start:
+    """Whether the open word is whole for the draft model, or the beginning of a longer token.
+
+    The target may write in two tokens what the draft model writes in one, and be between the two:
+    then the likeliest token that begins with the open word's bytes goes on from before it.
+    """
+    before, tail = len(transcript.tokens), transcript.tail
+    spelled = vocabularies.draft.spell_text(tail) if tail else []
+    whole, best = 1.0, Start(before + len(spelled))
+    best_prob, total = 0.0, 0.0
+    rest = tail
+    for i, token in enumerate(spelled):
+        if before + i == 0:
+            break
+        prediction = chain.predictions[before + i - 1]
+        own = 0.0
+        for candidate, prob in zip(prediction.tokens, prediction.probs, strict=True):
+            text = vocabularies.draft.bytes_of[candidate]
+            if candidate == token:
+                own = prob
+            elif text is not None and len(text) > len(rest) and text.startswith(rest):
+                total += whole * prob
+                if whole * prob > best_prob:
+                    best_prob = whole * prob
+                    best = Start(before + i, candidate, text[len(rest) :], best_prob)
+        whole *= own or prediction.probs[-1] / 4
+        rest = rest[len(vocabularies.draft.bytes_of[token] or b"") :]
+    if best_prob <= whole:
+        return Start(before + len(spelled), prob=whole / (whole + total))
+    return Start(best.length, best.token, best.text, best_prob / (whole + total))
+
+
+def extend(
+    chain: Chain,
+    tree: DraftTree,
+    start: Start,
+    vocabularies: Vocabularies,
+    length: int,
+    stop: Stop,
+) -> Generator[Feed, list[Prediction], None]:
+    """Grow the trunk by the model's likeliest tokens, taking over the old draft where it fits.
+
+    Tokens of the old draft that already follow in the chain are checked against the model's own
+    choice and cost no forward pass.
+    """
+    position = start.length  # of the next token in the chain
+    drafted = chain.tokens[:position]
+    old = OldDraft.line_up(chain.drafted, drafted, vocabularies.draft.key)
+    checked = start.token is None  # the old draft's next token was fed, or decoded, before
+    node, reach = ROOT, 1.0
+    while len(tree.trunk) < length:
+        token, prob, text = _next(chain, start, position, first=not tree.trunk)
+        recycled = checked and old.rest()[:1] == [token]
+        chain.recycled += recycled
+        chain.decoded += not recycled
+        met = old.meet(token)
+        node = tree.add(node, token, prob, text)
+        tree.trunk.append(node)
+        drafted.append(token)
+        reach *= prob
+        if token == vocabularies.draft.end or stop(prob, reach) or len(tree.trunk) == length:
+            break
+        if len(chain) <= position or chain.tokens[position] != token:
+            chain.truncate(position)
+            rest = old.rest()[: length - len(tree.trunk)] if met else []
+            yield from chain.feed([token, *rest])
+            checked = met
+        position += 1
+    chain.drafted = drafted
+    chain.truncate(chain.common(chain.tokens))
+
+
+def _next(
+    chain: Chain, start: Start, position: int, first: bool
+) -> tuple[int, float, bytes | None]:
+    """The trunk's next token, its chance, and its text where that is not all of the token's."""
+    if first and start.token is not None:
+        return start.token, start.prob, start.text
+    prediction = chain.predictions[position - 1]
+    return prediction.tokens[0], prediction.chances[0] * (start.prob if first else 1.0), None

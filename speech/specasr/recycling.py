@@ -1,0 +1,80 @@
+"""Draft recycling (SpecASR, section IV-B): what was drafted behind a rejected token is used again.
+
+The rest of the old draft stands beside the regenerated tokens; where a regenerated token equals
+the old one at the same or an adjacent position, the two meet, and the old draft goes on from there.
+
+The paper re-uses the K and V of that rest as they are. Here it is fed again after the correction:
+all of it in the one forward pass that the meeting token needs anyway (a pass of 16 tokens takes
+little more than two of one token), which gives K, V and probabilities that know of the correction,
+and shows where the model, knowing it, would no longer say the same. The draft is then what the
+model would have decoded alone, in a fraction of the passes.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+
+# While tokens do not meet, each may shift the two by one more.
+_WIDEST = 3
+
+
+def offsets(unmet: int) -> list[int]:
+    """Where to look for a token's like: the same position, the adjacent ones, and so on.
+
+    Args:
+        unmet: tokens just before it that met nothing.
+    """
+    widest = min(1 + unmet, _WIDEST)
+    return [0, *(sign * n for n in range(1, widest + 1) for sign in (-1, 1))]
+
+
+class OldDraft:
+    """The rest of a rejected draft, and how the tokens in its place line up with it.
+
+    Args:
+        tokens: the old draft from its rejected token on.
+        key: tokens of one key are taken for the same (" Middle" for " middle"): a wrong guess
+            costs nothing, since what comes behind is checked.
+    """
+
+    def __init__(self, tokens: Sequence[int], key: Callable[[int], Hashable]) -> None:
+        self._tokens = list(tokens)
+        self._keys = [key(token) for token in self._tokens]
+        self._key = key
+        self._position = 0
+        self._shift = 0
+        self._unmet = 0
+
+    @classmethod
+    def line_up(
+        cls, drafted: Sequence[int], committed: Sequence[int], key: Callable[[int], Hashable]
+    ) -> "OldDraft":
+        """What is left of `drafted` behind the committed tokens.
+
+        Args:
+            drafted: the tokens of the last draft, with what was committed before it.
+            committed: all tokens committed by now.
+        """
+        same = 0
+        while same < min(len(drafted), len(committed)) and drafted[same] == committed[same]:
+            same += 1
+        old = cls(drafted[same:], key)
+        for token in committed[same:]:
+            old.meet(token)
+        return old
+
+    def rest(self) -> list[int]:
+        """The old tokens from the current position on, as they are lined up."""
+        return self._tokens[max(0, self._position + self._shift) :]
+
+    def meet(self, token: int) -> bool:
+        """Take the next token in the old draft's place; True where the two meet there."""
+        expected = self._position + self._shift
+        self._position += 1
+        key = self._key(token)
+        for offset in offsets(self._unmet):
+            index = expected + offset
+            if 0 <= index < len(self._keys) and self._keys[index] == key:
+                self._shift += offset
+                self._unmet = 0
+                return True
+        self._unmet += 1
+        return False

@@ -1,0 +1,129 @@
+"""A Whisper's weights on the CPU, as the draft model's fast products want them.
+
+int8: weights quantized per output channel, activations at run time (torch's quantized kernels:
+fbgemm, or oneDNN where the CPU has VNNI). A decoder step reads every weight once, so a quarter of
+the bytes is most of a step's time; a drafter need not be exact. float32: packed once for oneDNN.
+"""
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+PRECISIONS = ("int8", "float32")
+
+
+@dataclass(frozen=True)
+class WhisperShape:
+    """What a Whisper's config.json says of its sizes."""
+
+    d_model: int
+    vocab_size: int
+    mel_bins: int
+    source_positions: int
+    target_positions: int
+    encoder_layers: int
+    encoder_heads: int
+    decoder_layers: int
+    decoder_heads: int
+
+    @classmethod
+    def read(cls, folder: Path) -> "WhisperShape":
+        """Read FOLDER/config.json.
+
+        Raises:
+            ValueError: there is none, or it is not a Whisper's.
+        """
+        path = folder / "config.json"
+        if not path.is_file():
+            raise ValueError(f"{folder} is no Hugging Face Whisper folder: no config.json in it")
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if config.get("model_type") != "whisper":
+            raise ValueError(f"{path}: model_type is {config.get('model_type')!r}, not 'whisper'")
+        return cls(
+            d_model=config["d_model"],
+            vocab_size=config["vocab_size"],
+            mel_bins=config["num_mel_bins"],
+            source_positions=config["max_source_positions"],
+            target_positions=config["max_target_positions"],
+            encoder_layers=config["encoder_layers"],
+            encoder_heads=config["encoder_attention_heads"],
+            decoder_layers=config["decoder_layers"],
+            decoder_heads=config["decoder_attention_heads"],
+        )
+
+
+class Weights:
+    """The float32 tensors of a folder's safetensors files, by transformers' names.
+
+    Raises:
+        ValueError: the folder has no such file, or `take` asks for a tensor that is not there.
+    """
+
+    def __init__(self, folder: Path, precision: str = "int8") -> None:
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision {precision!r}: expected one of {', '.join(PRECISIONS)}")
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"{folder} has no *.safetensors file with the draft model's weights")
+        self._folder = folder
+        self._tensors: dict[str, torch.Tensor] = {}
+        for file in files:
+            self._tensors |= load_file(file)
+        self._precision = precision
+
+    def take(self, name: str) -> torch.Tensor:
+        """The tensor `name`, float32."""
+        for known in (name, f"model.{name}"):
+            if known in self._tensors:
+                return self._tensors[known].float().contiguous()
+        raise ValueError(f"{self._folder} has no weights named {name!r}")
+
+    def norm(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and bias of a LayerNorm."""
+        return self.take(f"{name}.weight"), self.take(f"{name}.bias")
+
+    def linear(self, *names: str, scale_first: float = 1.0) -> Linear:
+        """The product with the named layers' weights, stacked; the first one's output scaled."""
+        weights = [self.take(f"{name}.weight") for name in names]
+        biases = [
+            torch.zeros(len(weight)) if name.endswith("k_proj") else self.take(f"{name}.bias")
+            for name, weight in zip(names, weights, strict=True)
+        ]
+        weights[0], biases[0] = weights[0] * scale_first, biases[0] * scale_first
+        return packed_linear(torch.cat(weights), torch.cat(biases), self._precision)
+
+    def head(self) -> Linear:
+        """The product that gives logits: the token embeddings, no bias."""
+        embeddings = self.take("decoder.embed_tokens.weight")
+        return packed_linear(embeddings, torch.zeros(len(embeddings)), self._precision)
+
+
+def packed_linear(weight: torch.Tensor, bias: torch.Tensor, precision: str) -> Linear:
+    """x float32 [n, K] -> x @ weight.T + bias, float32 [n, N], with `weight` [N, K] packed once."""
+    if precision == "int8":
+        return _int8_linear(weight, bias)
+    if not torch.backends.mkldnn.is_available():
+        return lambda x: F.linear(x, weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def _int8_linear(weight: torch.Tensor, bias: torch.Tensor) -> Linear:
+    scales = (weight.abs().amax(dim=1) / 127).clamp_min(1e-8)
+    zeros = torch.zeros(len(scales), dtype=torch.long)
+    with warnings.catch_warnings():
+        # Deprecated with nothing in its place: torch's newer int8 products are not for the CPU.
+        warnings.simplefilter("ignore", UserWarning)
+        quantized = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+    packed = torch.ops.quantized.linear_prepack(quantized, bias)
+    product = torch.ops.quantized.linear_dynamic
+    # reduce_range: activations of 7 bits, for AVX2's 8-bit products saturate with 8.
+    return lambda x: product(x, packed, True)
