@@ -189,7 +189,10 @@ def main() -> None:
             answer: dict[str, int | str] = {"tokens": run_job(FoldJob.from_json(jobs.get()))}
         except (DatastoreError, OSError, MemoryError) as error:
             answer = {"error": str(error) or type(error).__name__}
-        print(json.dumps(answer), flush=True)
+        try:
+            print(json.dumps(answer), flush=True)
+        except BrokenPipeError:
+            os._exit(0)  # the datastore's process has ended: nobody waits for the answer
 
 
 def _read_jobs(jobs: "queue.SimpleQueue[str]") -> None:

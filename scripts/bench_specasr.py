@@ -14,12 +14,9 @@ enlarge`): its words are base's, its cost is medium.en's. --target PATH takes a 
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import jiwer
-from whisper.normalizers import EnglishTextNormalizer  # type: ignore[import-untyped]
 
 from scripts.figures import parser, report
 from scripts.server import Server
@@ -27,7 +24,6 @@ from scripts.speech_client import (
     AUTOREGRESSIVE,
     BASELINES,
     MODES,
-    SAMPLE_RATE,
     TWO_PASS,
     Speech,
     Transcript,
@@ -35,17 +31,18 @@ from scripts.speech_client import (
     transcribe,
 )
 from scripts.speech_data import FOLDER, Clip, read_clips
+from scripts.word_errors import WordErrors, draft_texts
 from sglang_ext.models import default_cache_dir, resolve
 from speech.enlarge import CONFIG_KEY, Enlargement, enlarge
 
 MEDIUM_DECODER = Enlargement(width=2, decoder_layers=24)  # of whisper-base: medium.en's decoder
 LONGEST_S = 30.0
-QUICK_CLIPS = 6
+QUICK_CLIPS = 5
 # Metrics that count up; their differences around a request are the request's.
 SECONDS = ("draft_seconds_total", "verify_seconds_total", "plain_seconds_total")
 ENCODER_SECONDS = "draft_prefill_seconds_total"
 STEPS = ("verify_steps_total", "plain_steps_total")
-DRAFTER = ("draft_steps", "decoded_tokens", "predicted_tokens", "recycled_tokens")
+DRAFTER = ("draft_steps", "decoded_tokens", "predicted_tokens", "accepted_tokens")
 COUNTED = (
     *SECONDS, ENCODER_SECONDS, *STEPS, "accept_length_sum", "accept_length_count",
     *(f"drafter.{name}" for name in DRAFTER),
@@ -111,26 +108,15 @@ class Row:
 
     @property
     def decoding_acceptance(self) -> float:
-        """Accepted tokens by tokens that the draft model decoded; 0 where it decoded none."""
+        """Accepted tokens by tokens that the draft model decoded; 0 where it decoded none.
+
+        Both are the draft model's tokens: the target may write the same text in more or fewer.
+        """
         decoded = self.total("drafter.decoded_tokens")
-        return self.accepted / decoded if decoded else 0.0
+        return self.total("drafter.accepted_tokens") / decoded if decoded else 0.0
 
     def per_round(self, tokens: float) -> float:
         return tokens / self.rounds if self.rounds else 0.0
-
-
-@dataclass(frozen=True)
-class WordErrors:
-    """Word error rates after Whisper's English normalizer (Whisper paper, section 4.4)."""
-
-    references: Sequence[str]
-
-    def rate(self, texts: Iterable[str]) -> float:
-        """Of all words together, 0.07 for 7%."""
-        normalize: Callable[[str], str] = EnglishTextNormalizer()
-        return jiwer.wer(
-            [normalize(text) for text in self.references], [normalize(text) for text in texts]
-        )
 
 
 def main() -> int:
@@ -248,27 +234,6 @@ def run(url: str, speech: Speech, params: Mapping[str, object]) -> Run:
     return Run(transcript, {name: after.get(name, 0) - before.get(name, 0) for name in COUNTED})
 
 
-def draft_texts(folder: str, clips: Sequence[Clip]) -> list[str]:
-    """What the draft model alone transcribes, greedily, through transformers."""
-    import torch
-    from transformers import AutoProcessor, WhisperForConditionalGeneration
-
-    processor = AutoProcessor.from_pretrained(folder)
-    model = WhisperForConditionalGeneration.from_pretrained(folder).eval()
-    wanted = (
-        {"language": "en", "task": "transcribe"} if model.generation_config.is_multilingual else {}
-    )
-    texts = []
-    for clip in clips:
-        features = processor.feature_extractor(
-            clip.mono(SAMPLE_RATE), sampling_rate=SAMPLE_RATE, return_tensors="pt"
-        ).input_features
-        with torch.no_grad():
-            tokens = model.generate(features, do_sample=False, num_beams=1, **wanted)
-        texts.append(processor.tokenizer.decode(tokens[0], skip_special_tokens=True))
-    return texts
-
-
 def mismatches(rows: Mapping[str, Row]) -> int:
     """Runs, of any mode, whose tokens are not those of AR's first run of the clip."""
     truth = [repeats[0].transcript.token_ids for repeats in rows[AUTOREGRESSIVE].runs]
@@ -297,6 +262,12 @@ def summarize(rows: Mapping[str, Row], seconds: float) -> dict[str, float]:
         "ar_ms_per_10s": per_10s(plain, seconds),
         "mismatches": mismatches(rows),
     }
+
+
+def counted_late(rows: Mapping[str, Row]) -> bool:
+    """Whether a request's last round is counted in the next request: AR accepts no drafts."""
+    plain = (run for repeats in rows[AUTOREGRESSIVE].runs for run in repeats)
+    return any(run.counted["drafter.accepted_tokens"] for run in plain)
 
 
 def best_baseline(rows: Mapping[str, Row]) -> float:
@@ -342,11 +313,13 @@ def table(
             f"{per_10s(row.total(ENCODER_SECONDS), seconds):>7.0f} "
             f"{per_10s(row.request_seconds, seconds):>7.0f}"
         )
+    if counted_late(rows):
+        print("decoding acceptance is not exact: the server counts a request's last round late")
     print(
         "(rounds: steps of the target after its prefill; pred, accept: drafted tokens on the main\n"
         "chain, and drafted tokens accepted, the bonus not counted; decoding acceptance: accepted\n"
-        "by decoded draft tokens; draft encoder: once per clip, in the target's prefill, and not\n"
-        "in the totals, as the target's encoder is not; request: all of it, encoders and HTTP too)"
+        "by decoded tokens, in the draft model's own; draft encoder: once a clip, in the target's\n"
+        "prefill, not in the totals, as the target's is not; request: all, encoders and HTTP too)"
     )
 
 

@@ -45,11 +45,13 @@ class Transcript:
         token_ids: the output.
         text: the same, decoded.
         seconds: from sending the request to its end.
+        accept_length: tokens per verify step; 1 without speculation.
     """
 
     token_ids: list[int]
     text: str
     seconds: float
+    accept_length: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def transcribe(
     if not response.ok:
         raise RuntimeError(f"{speech.clip.name}: HTTP {response.status_code}: {response.text}")
     answer = response.json()
-    return Transcript(answer["output_ids"], answer["text"], seconds)
+    accept_length = answer["meta_info"].get("spec_accept_length") or 1.0
+    return Transcript(answer["output_ids"], answer["text"], seconds, accept_length)
 
 
 def transcribe_all(

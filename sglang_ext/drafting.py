@@ -77,6 +77,11 @@ class DraftPlanner:
         if self._active and self.requests.prefill(reqs) and self.metrics is not None:
             self.metrics.note_step("draft_prefill", time.perf_counter() - start)
 
+    def finish(self, rid: str) -> None:
+        """The request ended."""
+        self.requests.finish(rid)
+        self._report_counters()
+
     def plan(
         self, running: Sequence[RunningRequest], padded: bool = False
     ) -> tuple[list[TokenTree], int]:

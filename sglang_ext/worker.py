@@ -146,7 +146,7 @@ class SpeculativeWorker(BaseSpecWorker):
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """A request ended; its drafter gets the whole output."""
-        self.planner.requests.finish(rid)
+        self.planner.finish(rid)
 
     def add_external_corpus(self, corpus_id: str, token_chunks: list[list[int]]) -> int:
         """SGLang's /add_external_corpus; returns the number of tokens loaded."""

@@ -23,6 +23,7 @@ BLOCK_SAMPLES = 1 << 18
 _CONTAINERS = (
     "wav,w64,flac,mp3,ogg,mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,aac,aiff,au,caf,amr,mpeg,mpegts"
 )
+_GUESSED = ("mp3", "aac")  # without a header that states the duration
 # A frame of damage in a long file is left out; nothing but damage is no audio.
 _MAX_BAD_PACKETS = 1000
 
@@ -61,8 +62,8 @@ class AudioReader:
         try:
             self._stream = self._audio_stream()
             self.duration = self._stated_duration()
-            # What a header says may be a rough guess, so only a clear excess counts here.
-            if self.duration is not None and self.duration > 1.1 * max_seconds + 1:
+            guessed = self._container.format.name in _GUESSED
+            if self.duration is not None and not guessed and self.duration > max_seconds:
                 raise _too_long(max_seconds)
         except BaseException:
             self._container.close()

@@ -162,7 +162,7 @@ def chunk_segments(
         # No timestamps at all: what the VAD heard first begins it.
         parts[0] = (chunk.speech[0][0] if chunk.speech else 0.0, *parts[0][1:])
     ratio = compression_ratio(vocabulary.decode(decoded.tokens))
-    segments = []
+    segments: list[Segment] = []
     for start, end, tokens in parts:
         words = vocabulary.decode(tokens)
         if not words.strip():

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -115,7 +115,7 @@ class Transcription:
         self._tasks: set[asyncio.Task[_ChunkResult]] = set()
         self._duration = 0.0
 
-    async def run(self) -> AsyncIterator[Delta | Progress | Transcript]:
+    async def run(self) -> AsyncGenerator[Delta | Progress | Transcript]:
         """Deltas where the request streams, progress after each chunk, the transcript at last.
 
         Raises:

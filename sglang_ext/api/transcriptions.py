@@ -8,10 +8,10 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -30,6 +30,7 @@ from speech.audio import AudioError, AudioTooLong
 from speech.segments import Transcript
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _PATHS = {"transcribe": "/v1/audio/transcriptions", "translate": "/v1/audio/translations"}
 _DISCONNECT_POLL_S = 1.0
@@ -79,7 +80,7 @@ async def _answer(request: Request, task: str) -> Response:
             if wanted.stream:
                 events = _events(work, wanted, engine)
                 # The first event tells whether the audio can be read, while a status can.
-                first = await anext(events)
+                first = await _while_connected(request, _first(events))
                 kept = cleanup.pop_all()
                 return StreamingResponse(_then(first, events, kept), media_type="text/event-stream")
             return await _while_connected(request, _whole(work, wanted, engine))
@@ -123,7 +124,7 @@ def _body(
 
 async def _events(
     work: Transcription, wanted: TranscriptionRequest, engine: WhisperEngine
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str]:
     """OpenAI's event stream; errors after the first event come as an event too."""
     started = False
     try:
@@ -164,28 +165,36 @@ def _line(data: dict[str, Any]) -> str:
 
 
 async def _then(
-    first: str, events: AsyncIterator[str], cleanup: contextlib.AsyncExitStack
-) -> AsyncIterator[str]:
-    async with cleanup, contextlib.aclosing(events):  # type: ignore[type-var]
+    first: str, events: AsyncGenerator[str], cleanup: contextlib.AsyncExitStack
+) -> AsyncGenerator[str]:
+    async with cleanup, contextlib.aclosing(events):
         yield first
         async for event in events:
             yield event
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The work's response; if the client goes, the work is given up."""
-    task = asyncio.create_task(work)
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The work's result; if the client goes, the work is given up.
+
+    Raises:
+        ApiError: the client has gone; nobody will see it.
+    """
+    task = asyncio.ensure_future(work)
     try:
         while True:
             done, _ = await asyncio.wait({task}, timeout=_DISCONNECT_POLL_S)
             if done:
                 return task.result()
             if await request.is_disconnected():
-                return Response(status_code=_CLIENT_CLOSED_REQUEST)
+                raise ApiError("the client has gone", _CLIENT_CLOSED_REQUEST)
     finally:
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+async def _first(events: AsyncGenerator[str]) -> str:
+    return await anext(events)
 
 
 def _refusal(error: Exception) -> ApiError:

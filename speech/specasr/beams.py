@@ -30,7 +30,7 @@ def draft_beams(
 ) -> Generator[Feed, list[Prediction], DraftTree]:
     """At each of `options.length` steps, the `options.beams` likeliest ways to go on."""
     tree = DraftTree()
-    chain.forget_draft(len(transcript.tokens))
+    chain.forget_draft(transcript.spelled())
     if not (yield from catch_up(chain, transcript, vocabularies, options.length, room)):
         return tree
     start = find_start(chain, transcript, vocabularies)
@@ -46,7 +46,7 @@ def draft_beams(
         node = ROOT
     beams = [_Beam(node, length - 1, chain.predictions[-1])]
     chain.drafted = chain.tokens[:length]
-    for _ in range(min(options.length, room - length) - (node != ROOT)):
+    for left in reversed(range(min(options.length, room - length) - (node != ROOT))):
         grown = _likeliest(tree, beams, options.beams)
         nodes = [tree.add(beam.node, token, prob) for beam, token, prob in grown]
         chain.decoded += len(nodes)
@@ -55,7 +55,7 @@ def draft_beams(
             for node, (beam, _, _) in zip(nodes, grown, strict=True)
             if tree.tokens[node] != vocabularies.draft.end
         ]
-        if not alive:
+        if not alive or not left:
             break
         first = len(chain.cache)
         answer = yield Feed([tree.tokens[node] for node, _ in alive], [slot for _, slot in alive])

@@ -40,10 +40,11 @@ class Chain:
         self.cache.truncate(length)
         del self.predictions[length:]
 
-    def forget_draft(self, length: int) -> None:
-        """Keep nothing of the last draft: only `length` tokens of committed text."""
-        del self.drafted[length:]
-        self.truncate(min(len(self), length))
+    def forget_draft(self, committed: Sequence[int]) -> None:
+        """Keep nothing of the last draft but what was committed."""
+        same = self.common(committed)
+        del self.drafted[same:]
+        self.truncate(min(len(self), same))
 
     def feed(self, tokens: Sequence[int]) -> Feeding:
         """Run `tokens` after the chain's end."""

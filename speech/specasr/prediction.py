@@ -15,7 +15,7 @@ from speech.specasr.recycling import OldDraft
 from speech.specasr.transcript import Transcript
 from speech.specasr.vocabulary import Vocabularies
 
-# A token's chance, the chance of all up to it -> whether the draft ends with it.
+# A token's probability, the chance of all up to it -> whether the draft ends with it.
 Stop = Callable[[float, float], bool]
 
 
@@ -50,7 +50,7 @@ def draft_trunk(
     """
     tree = DraftTree()
     if options.mode != "recycling":
-        chain.forget_draft(len(transcript.tokens))
+        chain.forget_draft(transcript.spelled())
     if not (yield from catch_up(chain, transcript, vocabularies, options.length, room)):
         return tree
     start = find_start(chain, transcript, vocabularies)
@@ -99,7 +99,7 @@ def find_start(chain: Chain, transcript: Transcript, vocabularies: Vocabularies)
             break
         prediction = chain.predictions[before + i - 1]
         own = 0.0
-        for candidate, prob in zip(prediction.tokens, prediction.probs, strict=True):
+        for candidate, prob in zip(prediction.tokens, prediction.chances, strict=True):
             text = vocabularies.draft.bytes_of[candidate]
             if candidate == token:
                 own = prob
@@ -108,7 +108,7 @@ def find_start(chain: Chain, transcript: Transcript, vocabularies: Vocabularies)
                 if whole * prob > best_prob:
                     best_prob = whole * prob
                     best = Start(before + i, candidate, text[len(rest) :], best_prob)
-        whole *= own or prediction.probs[-1] / 4
+        whole *= own or prediction.chances[-1] / 4
         rest = rest[len(vocabularies.draft.bytes_of[token] or b"") :]
     if best_prob <= whole:
         return Start(before + len(spelled), prob=whole / (whole + total))
@@ -132,18 +132,17 @@ def extend(
     drafted = chain.tokens[:position]
     old = OldDraft.line_up(chain.drafted, drafted, vocabularies.draft.key)
     checked = start.token is None  # the old draft's next token was fed, or decoded, before
-    node, reach = ROOT, 1.0
+    node = ROOT
     while len(tree.trunk) < length:
-        token, prob, text = _next(chain, start, position, first=not tree.trunk)
+        token, prob, chance, text = _next(chain, start, position, first=not tree.trunk)
         recycled = checked and old.rest()[:1] == [token]
         chain.recycled += recycled
         chain.decoded += not recycled
         met = old.meet(token)
-        node = tree.add(node, token, prob, text)
+        node = tree.add(node, token, chance, text)
         tree.trunk.append(node)
         drafted.append(token)
-        reach *= prob
-        if token == vocabularies.draft.end or stop(prob, reach) or len(tree.trunk) == length:
+        if token == vocabularies.draft.end or stop(prob, tree.prob(node)) or len(tree.trunk) == length:
             break
         if len(chain) <= position or chain.tokens[position] != token:
             chain.truncate(position)
@@ -157,9 +156,10 @@ def extend(
 
 def _next(
     chain: Chain, start: Start, position: int, first: bool
-) -> tuple[int, float, bytes | None]:
-    """The trunk's next token, its chance, and its text where that is not all of the token's."""
+) -> tuple[int, float, float, bytes | None]:
+    """The trunk's next token, probability and chance, and its text if not all of the token's."""
     if first and start.token is not None:
-        return start.token, start.prob, start.text
+        return start.token, start.prob, start.prob, start.text
     prediction = chain.predictions[position - 1]
-    return prediction.tokens[0], prediction.chances[0] * (start.prob if first else 1.0), None
+    chance = prediction.chances[0] * (start.prob if first else 1.0)
+    return prediction.tokens[0], prediction.probs[0], chance, None

@@ -21,8 +21,9 @@ from typing import Any
 _WORD = re.compile(
     r"'s|'t|'re|'ve|'m|'ll|'d| ?[^\W\d_]+| ?\d+| ?(?:_|[^\s\w])+|\s+(?!\S)|\s+",
 )
-# Whisper's tokenizers name these two by one name or the other.
 _NEVER = 1 << 30
+_GPT2_END = 50_256
+# Whisper's tokenizers name these two by one name or the other.
 _SAME_NAMES = {"<|nospeech|>": "<|nocaptions|>", "<|he|>": "<|iw|>"}
 
 
@@ -48,6 +49,7 @@ class Vocabulary:
         bytes_of: the byte string of each text token; None for special tokens and unused ids.
         special: ids of the special tokens by name.
         end: the id of <|endoftext|>.
+        is_multilingual: False for GPT-2's vocabulary, which English-only Whispers have.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Vocabulary:
         """
         self.special = {_SAME_NAMES.get(name, name): token for name, token in special.items()}
         self.end = self.special["<|endoftext|>"]
+        self.is_multilingual = self.end != _GPT2_END
         size = 1 + max(max(vocab.values(), default=0), max(special.values()))
         self.bytes_of: list[bytes | None] = [None] * size
         known = byte_of_char()
@@ -98,11 +101,6 @@ class Vocabulary:
             return cls.of(Tokenizer.from_file(str(path)))
         except KeyError as error:
             raise ValueError(f"{path} is not a Whisper tokenizer: no {error} in it") from None
-
-    @property
-    def is_multilingual(self) -> bool:
-        """English-only Whispers have GPT-2's vocabulary, one token shorter, and no languages."""
-        return self.end != 50_256
 
     def _spell(self, word: bytes) -> tuple[int, ...]:
         """BPE: of the neighbours that join to a token, those with the lowest id join first."""

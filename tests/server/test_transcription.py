@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import wave
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -173,7 +174,7 @@ def test_eight_at_once_get_what_one_gets(server, long_clip):
             lambda _: post(server, data, language="en", return_token_ids="true").json(), range(8)
         )
         assert all(body == alone for body in bodies)
-    assert len(alone["token_ids"]) >= 3
+    assert len(alone["token_ids"]) >= 2
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])
@@ -191,7 +192,7 @@ def test_silence_around_speech_says_no_more(server, jfk):
     clip = Clip("gaps", np.concatenate([gap, samples, gap])[None], RATE)
     body = post(server, encode(clip), language="en", response_format="verbose_json").json()
     assert body["text"].endswith(JFK) and len(body["text"]) < len(JFK) + 40
-    assert 39.5 <= body["segments"][0]["start"] and body["segments"][-1]["end"] <= 51.5
+    assert body["segments"][0]["start"] >= 39.5 and body["segments"][-1]["end"] <= 51.5
 
 
 def test_three_hours_of_silence(server):
@@ -306,8 +307,13 @@ def test_bad_fields(server, jfk, fields, status, param, code):
     assert error["code"] == code
 
 
-WAV = encode(Clip("tone", np.zeros((1, RATE), np.float32), RATE))
-EMPTY_WAV = WAV[:40] + bytes(4)  # a header and no samples
+def wav(samples: int) -> bytes:
+    """Silence with the plainest of headers, 44 bytes."""
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((1, 2, RATE, 0, "NONE", ""))
+        file.writeframes(bytes(2 * samples))
+    return buffer.getvalue()
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])
@@ -316,9 +322,9 @@ EMPTY_WAV = WAV[:40] + bytes(4)  # a header and no samples
     [
         (b"", "invalid_value"),
         (b"no audio, just words " * 100, "invalid_value"),
-        (WAV[:20], "invalid_value"),
-        (EMPTY_WAV, "audio_too_short"),
-        (WAV[: 44 + 2 * 160], "audio_too_short"),
+        (wav(RATE)[:20], "invalid_value"),
+        (wav(0), "audio_too_short"),
+        (wav(160), "audio_too_short"),
         (encode(silence(LIMIT_S + 60), "flac"), "audio_too_long"),
     ],
     ids=["empty", "text", "header", "0 seconds", "10 ms", "too long"],
@@ -382,8 +388,8 @@ def test_clients_that_leave_are_forgotten(server, long_clip):
         with pytest.raises(requests.Timeout):
             requests.post(
                 server.base_url + "/v1/audio/transcriptions",
-                files={"file": data}, data={"model": MODEL, "stream": stream}, timeout=0.8,
-            ).content  # fmt: skip
+                files={"file": data}, data={"model": MODEL, "stream": stream}, timeout=0.3,
+            )  # fmt: skip
     assert post(server, encode(silence(1))).ok
 
 

@@ -1,8 +1,10 @@
 """Counting transcripts that differ."""
 
+from dataclasses import replace
+
 import pytest
 
-from scripts.check_speech import compare, differing, first_difference
+from scripts.check_speech import compare, differing, first_difference, undrafted
 from scripts.speech_client import Transcript
 from tests.unit.scripts.test_speech_data import CLIPS
 
@@ -35,6 +37,12 @@ def test_differences_are_counted_and_shown_but_not_where_plain_is_unstable(capsy
     assert "0 from token 2" in out
     assert "3 from token 0" in out
     assert "2 from token" not in out
+
+
+def test_a_mode_that_never_drafted_is_named():
+    drafted = [replace(PLAIN[1][0], accept_length=2.5), *PLAIN[1][1:]]
+    answers = {("TSP", 1): drafted, ("ASP", 8): PLAIN[8], ("no drafts", 1): PLAIN[1]}
+    assert undrafted(answers) == ["ASP, batch 8"]
 
 
 @pytest.mark.parametrize(

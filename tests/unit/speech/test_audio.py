@@ -101,10 +101,12 @@ def test_damage_in_the_middle_is_passed_over():
 
 
 def test_too_long_audio_is_refused_by_its_header_and_by_its_samples():
-    data = encode(tone(SAMPLE_RATE, seconds=30))
-    with pytest.raises(AudioTooLong, match="longer than the 5 seconds"):
-        AudioReader(io.BytesIO(data), max_seconds=5)
-    with AudioReader(io.BytesIO(data), max_seconds=29) as reader, pytest.raises(AudioTooLong):
+    clip = tone(SAMPLE_RATE, seconds=30)
+    with pytest.raises(AudioTooLong, match="longer than the 29 seconds"):
+        AudioReader(io.BytesIO(encode(clip)), max_seconds=29)
+    # An MP3's duration is a guess until it is decoded.
+    mp3 = io.BytesIO(encode(clip, "mp3"))
+    with AudioReader(mp3, max_seconds=29) as reader, pytest.raises(AudioTooLong):
         list(reader.blocks())
 
 
