@@ -239,9 +239,16 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         "--host", "127.0.0.1", "--port", str(port), *args.rest,
     ]  # fmt: skip
     url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile() as log:
+    with (
+        tempfile.TemporaryFile() as log,
+        # SGLang leaves its sockets behind.
+        tempfile.TemporaryDirectory(prefix="sglang-ext-", ignore_cleanup_errors=True) as folder,
+    ):
         # A session of its own, so that all of SGLang's processes can be stopped, and only they.
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, start_new_session=True,
+            env=os.environ | {"TMPDIR": folder},
+        )  # fmt: skip
         try:
             print(f"starting a server with {args.model} ...", file=sys.stderr)
             _wait(process, url, log)

@@ -94,6 +94,29 @@ class Chunk:
         inside = min(max(time - chosen.start, 0.0), chosen.duration)
         return chosen.source_start + inside
 
+    def part(self, start: float, end: float = float("inf")) -> "Chunk":
+        """The chunk from `start` to `end`, in its own seconds, as a chunk with the same index."""
+        first = round(max(start, 0.0) * SAMPLE_RATE)
+        last = min(len(self.samples), round(min(end, self.duration) * SAMPLE_RATE))
+        start, end = first / SAMPLE_RATE, last / SAMPLE_RATE
+
+        def inside(begin: float, stop: float) -> tuple[float, float]:
+            return max(begin, start) - start, min(stop, end) - start
+
+        pieces = []
+        for piece in self.pieces:
+            begin, stop = inside(piece.start, piece.start + piece.duration)
+            if begin < stop:
+                skipped = max(0.0, start - piece.start)
+                pieces.append(Piece(begin, piece.source_start + skipped, stop - begin))
+        speech = (inside(*stretch) for stretch in self.speech)
+        return Chunk(
+            self.index,
+            self.samples[first:last],
+            tuple(pieces),
+            tuple(stretch for stretch in speech if stretch[0] < stretch[1]),
+        )
+
 
 def chunks(
     blocks: Iterable[np.ndarray],

@@ -78,7 +78,7 @@ class Transcript:
     Attributes:
         language: ISO code.
         duration: of the audio, in seconds.
-        token_ids: output ids of each chunk as they came, in order.
+        token_ids: output ids of each pass over a chunk, as they came, in order.
     """
 
     task: str

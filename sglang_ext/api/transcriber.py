@@ -8,37 +8,23 @@ import dataclasses
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_ext.api.chunk_decoder import ChunkDecoder, ChunkResult, Deltas
 from sglang_ext.api.transcription_request import TranscriptionRequest
 from sglang_ext.api.uploads import ApiError
 from sglang_ext.api.whisper_engine import WhisperEngine
 from speech.alignment import Aligner
 from speech.audio import AudioReader
 from speech.chunks import Chunk, ChunkOptions, chunks
-from speech.segments import (
-    MAX_COMPRESSION_RATIO,
-    MAX_NO_SPEECH_PROB,
-    Decoded,
-    Segment,
-    Transcript,
-    Word,
-    chunk_segments,
-    compression_ratio,
-    is_silent,
-    joined,
-    needs_fallback,
-    without_loop,
-)
+from speech.segments import Transcript, joined
 
-FALLBACK_TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)  # openai-whisper's
 SHORTEST_S = 0.1
 """OpenAI's API refuses shorter audio."""
 
 _readers = ThreadPoolExecutor(4, thread_name_prefix="sglang-ext-audio")
-_aligning = ThreadPoolExecutor(1, thread_name_prefix="sglang-ext-align")
 
 
 @dataclass(frozen=True)
@@ -57,22 +43,11 @@ class Progress:
 
 
 @dataclass
-class _ChunkResult:
-    text: str
-    decoded: Decoded
-    segments: list[Segment]
-    words: list[Word]
-    end: float
-    prompt_tokens: int
-    attempts: int
-
-
-@dataclass
 class _Running:
     """A chunk that is being decoded."""
 
-    task: asyncio.Task[_ChunkResult]
-    deltas: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
+    task: asyncio.Task[ChunkResult]
+    deltas: Deltas
 
 
 @dataclass(frozen=True)
@@ -107,12 +82,12 @@ class Transcription:
         self._engine = engine
         self._request = request
         self._limits = limits
-        self._aligner = aligner
+        self._decoder = ChunkDecoder(engine, request, aligner)
         self._language = request.language
         self._stop = threading.Event()
         self._free = asyncio.Semaphore(limits.parallel)
         self._order: asyncio.Queue[_Running | None] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[_ChunkResult]] = set()
+        self._tasks: set[asyncio.Task[ChunkResult]] = set()
         self._duration = 0.0
 
     async def run(self) -> AsyncGenerator[Delta | Progress | Transcript]:
@@ -177,8 +152,9 @@ class Transcription:
                     self._language = await self._engine.detect_language(
                         chunk, self._request.custom_params
                     )
-                deltas: asyncio.Queue[str | None] = asyncio.Queue()
-                task = asyncio.create_task(self._decode_chunk(chunk, self._language, deltas))
+                deltas: Deltas = asyncio.Queue()
+                work = self._decoder.decode(chunk, self._language, deltas)
+                task = asyncio.create_task(work)
                 self._tasks.add(task)
                 task.add_done_callback(self._done)
                 self._order.put_nowait(_Running(task, deltas))
@@ -194,7 +170,7 @@ class Transcription:
         finally:
             reader.close()
 
-    def _done(self, task: asyncio.Task[_ChunkResult]) -> None:
+    def _done(self, task: asyncio.Task[ChunkResult]) -> None:
         self._tasks.discard(task)
         self._free.release()
         if not task.cancelled():
@@ -221,89 +197,18 @@ class Transcription:
 
         return chunks(blocks(), options)
 
-    async def _decode_chunk(
-        self, chunk: Chunk, language: str, deltas: asyncio.Queue[str | None]
-    ) -> _ChunkResult:
-        """A chunk's text, again at higher temperatures where it looks invented."""
-        request, vocabulary = self._request, self._engine.vocabulary
-        prompt = vocabulary.prompt(
-            language,
-            request.task,
-            timestamps=request.timestamps,
-            previous=request.prompt,
-            context=self._engine.context,
-        )
-        temperatures: tuple[float, ...] = (request.temperature,)
-        # What has been streamed cannot be taken back.
-        if not request.temperature and request.temperature_fallback and not request.stream:
-            temperatures += FALLBACK_TEMPERATURES
-        try:
-            attempts = 0
-            for temperature in temperatures:
-                attempts += 1
-                decoded = await self._decode(chunk, prompt, temperature, deltas)
-                text = vocabulary.decode(decoded.tokens)
-                if not needs_fallback(decoded, text):
-                    break
-            token_ids = decoded.tokens
-            if is_silent(decoded):
-                decoded = dataclasses.replace(decoded, tokens=())
-            elif compression_ratio(text) > MAX_COMPRESSION_RATIO:
-                decoded = dataclasses.replace(decoded, tokens=without_loop(decoded.tokens))
-            text = vocabulary.decode(decoded.tokens)
-            words: list[Word] = []
-            if self._aligner is not None:
-                loop = asyncio.get_running_loop()
-                words = await loop.run_in_executor(
-                    _aligning, self._aligner.words, chunk, text, language, request.task
-                )
-            segments = chunk_segments(chunk, decoded, vocabulary) if request.timestamps else []
-            return _ChunkResult(
-                text,
-                dataclasses.replace(decoded, tokens=token_ids),
-                segments,
-                words,
-                chunk.source_end,
-                len(prompt),
-                attempts,
-            )
-        finally:
-            deltas.put_nowait(None)
-
-    async def _decode(
-        self,
-        chunk: Chunk,
-        prompt: list[int],
-        temperature: float,
-        deltas: asyncio.Queue[str | None],
-    ) -> Decoded:
-        live = self._request.stream and not self._request.progress
-        emitted, decoded = "", None
-        async for decoded in self._engine.decode(
-            chunk, prompt, temperature, self._request.custom_params, stream=live
-        ):
-            if not live:
-                continue
-            # A character may end in the next token.
-            text = self._engine.vocabulary.decode(decoded.tokens).rstrip("\ufffd")
-            if text.startswith(emitted) and len(text) > len(emitted) and _trusted(decoded, text):
-                deltas.put_nowait(text[len(emitted) :])
-                emitted = text
-        assert decoded is not None, "SGLang ended a request without an output"
-        return decoded
-
-    def _append(self, transcript: Transcript, result: _ChunkResult, emitted: str) -> str:
+    def _append(self, transcript: Transcript, result: ChunkResult, emitted: str) -> str:
         """Add a chunk to the transcript; returns what of its text has not been streamed."""
         text = joined(transcript.text, result.text, self._known_language)
         offset = len(transcript.segments)
         transcript.text += text
         transcript.segments += [dataclasses.replace(s, id=offset + s.id) for s in result.segments]
         transcript.words += result.words
-        transcript.token_ids.append(result.decoded.tokens)
+        transcript.token_ids += result.token_ids
         if self._request.logprobs:
-            transcript.logprobs += zip(result.decoded.tokens, result.decoded.logprobs, strict=False)
+            transcript.logprobs += result.logprobs
         transcript.prompt_tokens += result.prompt_tokens
-        transcript.output_tokens += len(result.decoded.tokens)
+        transcript.output_tokens += sum(map(len, result.token_ids))
         return text[len(emitted) :] if text.startswith(emitted) else ""
 
     async def _abandon(self, feeding: asyncio.Task[None]) -> None:
@@ -313,14 +218,6 @@ class Transcription:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _trusted(decoded: Decoded, text: str) -> bool:
-    """Whether what is being written looks like speech so far."""
-    return not (
-        decoded.no_speech_prob > MAX_NO_SPEECH_PROB
-        or compression_ratio(text) > MAX_COMPRESSION_RATIO
-    )
 
 
 async def _uninterrupted(future: asyncio.Future[Chunk | None]) -> Chunk | None:

@@ -26,7 +26,7 @@ class TranscriptionRequest:
         language: ISO code; None: to be detected.
         threshold, padding_s, min_silence_s: of chunking_strategy; None: the server's.
         custom_params: SGLang's, for the drafter (not OpenAI's).
-        return_token_ids: add the output ids of each chunk (not OpenAI's).
+        return_token_ids: add the output ids of each pass over a chunk (not OpenAI's).
         temperature_fallback: decode again at higher temperatures what looks invented, as OpenAI
             describes temperature 0 (switching it off is not OpenAI's).
         progress: stream how far it is, and the result in any format (not OpenAI's).
@@ -48,13 +48,6 @@ class TranscriptionRequest:
     return_token_ids: bool = False
     temperature_fallback: bool = True
     progress: bool = False
-
-    @property
-    def timestamps(self) -> bool:
-        """Whether the model is to write timestamps."""
-        return self.response_format in TIMED and (
-            self.response_format != "verbose_json" or "segment" in self.granularities
-        )
 
     @property
     def words(self) -> bool:

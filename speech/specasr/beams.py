@@ -68,9 +68,7 @@ def draft_beams(
     return tree
 
 
-def _likeliest(
-    tree: DraftTree, beams: list[_Beam], width: int
-) -> list[tuple[_Beam, int, float]]:
+def _likeliest(tree: DraftTree, beams: list[_Beam], width: int) -> list[tuple[_Beam, int, float]]:
     """The `width` best (beam, next token, its chance there)."""
     found = [
         (beam, token, prob)

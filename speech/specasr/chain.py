@@ -46,6 +46,11 @@ class Chain:
         del self.drafted[same:]
         self.truncate(min(len(self), same))
 
+    def reset(self) -> None:
+        """Forget everything but the audio: what is needed is fed again."""
+        self.truncate(0)
+        self.drafted = []
+
     def feed(self, tokens: Sequence[int]) -> Feeding:
         """Run `tokens` after the chain's end."""
         self.predictions += yield Feed.chain(tokens, len(self) - 1)

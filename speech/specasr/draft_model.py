@@ -4,9 +4,11 @@ The decoder runs the new tokens of several requests in one pass: linear layers o
 attention request by request over its own cache (cache.py), so nothing is padded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +19,12 @@ from speech.specasr.weights import Linear, Weights, WhisperShape
 TOP_K = 4
 # A draft model is surer to be right than it says; fitted on tiny.en drafting for base.
 TEMPERATURE = 0.6
-# Encoder frames (20 ms each) that the model sees behind the end of the audio. Whisper was trained on
-# 30 s windows: with less silence than this it misses the end and repeats itself.
+# Encoder frames (20 ms each) that the model sees behind the end of the audio. Whisper was trained
+# on 30 s windows: with less silence than this it misses the end and repeats itself.
 MARGIN_FRAMES = 500
+# Passes of so few tokens run in one thread: waking others saves them a tenth of their time, and
+# waiting for one that the machine has just taken away costs many times that.
+SINGLE_THREAD_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -76,10 +81,11 @@ class DraftWhisper:
             (weights.take(f"encoder.conv{i}.weight"), weights.take(f"encoder.conv{i}.bias"))
             for i in (1, 2)
         ]
+        heads = shape.encoder_heads
         self._encoder_positions = weights.take("encoder.embed_positions.weight")
         self._encoder_layers = [
-            _EncoderLayer(**_shared_parts(weights, f"encoder.layers.{i}", shape.encoder_heads, shape))
-            for i in range(shape.encoder_layers)
+            _EncoderLayer(**_shared_parts(weights, f"encoder.layers.{index}", shape, heads))
+            for index in range(shape.encoder_layers)
         ]
         self._encoder_norm = weights.norm("encoder.layer_norm")
         self._decoder_layers = [
@@ -118,12 +124,13 @@ class DraftWhisper:
         return self.shape.target_positions
 
     @torch.inference_mode()
-    def encode(self, features: torch.Tensor) -> DraftCache:
+    def encode(self, features: torch.Tensor, margin: int = MARGIN_FRAMES) -> DraftCache:
         """Run the encoder over one request's audio; an empty cache that attends to it.
 
-        The encoder sees the audio and MARGIN_FRAMES of the padding behind it, not all 30 s.
+        The encoder sees the audio and some of the padding behind it, not all 30 s.
 
         Args:
+            margin: encoder frames of padding that are seen, at most.
             features: float32 [mel_bins, frames], log-mel, at most two frames per source position.
 
         Raises:
@@ -135,7 +142,7 @@ class DraftWhisper:
                 f"features are {bins} x {frames}; the draft model takes {self.shape.mel_bins} mel "
                 f"bins x 1 to {2 * self.shape.source_positions} frames"
             )
-        x = features[None, :, : audio_frames(features, 2 * MARGIN_FRAMES)].float()
+        x = features[None, :, : audio_frames(features, 2 * margin)].float()
         x = F.gelu(F.conv1d(x, *self._convs[0], padding=1))
         x = F.gelu(F.conv1d(x, *self._convs[1], stride=2, padding=1))[0].T
         x = x + self._encoder_positions[: len(x)]
@@ -177,11 +184,10 @@ class DraftWhisper:
         return self._head(_norm(x, self._norm))
 
     @torch.inference_mode()
-    def step(
-        self, caches: Sequence[DraftCache], feeds: Sequence[Feed]
-    ) -> list[list[Prediction]]:
+    def step(self, caches: Sequence[DraftCache], feeds: Sequence[Feed]) -> list[list[Prediction]]:
         """`logits`, as the TOP_K likeliest tokens after each token fed, one list per feed."""
-        logits = self.logits(caches, feeds)
+        with _threads(1 if sum(len(f.tokens) for f in feeds) <= SINGLE_THREAD_TOKENS else None):
+            logits = self.logits(caches, feeds)
         probs, tokens = logits.softmax(dim=-1).topk(TOP_K)
         rows = list(map(Prediction, tokens.tolist(), probs.tolist(), sharpened(probs).tolist()))
         predictions, row = [], 0
@@ -243,6 +249,20 @@ class DraftWhisper:
         return layer.cross_out(_merge(out[0] if len(out) == 1 else torch.cat(out, dim=1)))
 
 
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """torch on `count` threads; None: as many as it has."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def sharpened(probs: torch.Tensor) -> torch.Tensor:
     """Probabilities at a temperature of TEMPERATURE, what is left of 1 taken for one token's.
 
@@ -267,15 +287,13 @@ def audio_frames(features: torch.Tensor, margin: int) -> int:
     return min(features.shape[1], -(-(end + margin) // 2) * 2)
 
 
-def _shared_parts(weights: Weights, name: str, heads: int, shape: WhisperShape) -> dict:
+def _shared_parts(weights: Weights, name: str, shape: WhisperShape, heads: int) -> dict[str, Any]:
     scale = (shape.d_model // heads) ** -0.5
     attention = f"{name}.self_attn"
     return {
         "attention_norm": weights.norm(f"{name}.self_attn_layer_norm"),
         # The scale of the scores is folded into the queries.
-        "qkv": weights.linear(
-            *(f"{attention}.{part}_proj" for part in "qkv"), scale_first=scale
-        ),
+        "qkv": weights.linear(*(f"{attention}.{part}_proj" for part in "qkv"), scale_first=scale),
         "out": weights.linear(f"{attention}.out_proj"),
         "final_norm": weights.norm(f"{name}.final_layer_norm"),
         "fc1": weights.linear(f"{name}.fc1"),
@@ -286,7 +304,7 @@ def _shared_parts(weights: Weights, name: str, heads: int, shape: WhisperShape) 
 def _decoder_layer(weights: Weights, name: str, shape: WhisperShape) -> _DecoderLayer:
     scale = (shape.d_model // shape.decoder_heads) ** -0.5
     return _DecoderLayer(
-        **_shared_parts(weights, name, shape.decoder_heads, shape),
+        **_shared_parts(weights, name, shape, shape.decoder_heads),
         cross_norm=weights.norm(f"{name}.encoder_attn_layer_norm"),
         cross_q=weights.linear(f"{name}.encoder_attn.q_proj", scale_first=scale),
         cross_out=weights.linear(f"{name}.encoder_attn.out_proj"),

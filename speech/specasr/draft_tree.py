@@ -115,7 +115,8 @@ def _spell_path(
 ) -> list[_Piece]:
     """A path in the target's tokens."""
     out: list[_Piece] = []
-    text, ends = b"", []  # of the run of text tokens under way: its bytes, and where nodes end
+    # Of the run of text tokens under way: its bytes, and where in them nodes end.
+    text, ends = b"", list[tuple[int, int]]()
     open_text, open_tokens = transcript.tail, transcript.tail_tokens
 
     def flush() -> None:

@@ -142,7 +142,9 @@ def extend(
         node = tree.add(node, token, chance, text)
         tree.trunk.append(node)
         drafted.append(token)
-        if token == vocabularies.draft.end or stop(prob, tree.prob(node)) or len(tree.trunk) == length:
+        if token == vocabularies.draft.end or stop(prob, tree.prob(node)):
+            break
+        if len(tree.trunk) == length:
             break
         if len(chain) <= position or chain.tokens[position] != token:
             chain.truncate(position)
@@ -150,7 +152,9 @@ def extend(
             yield from chain.feed([token, *rest])
             checked = met
         position += 1
-    chain.drafted = drafted
+    ended = drafted[-1:] == [vocabularies.draft.end]
+    # What was not reached may still be once the doubtful token is settled.
+    chain.drafted = drafted if ended else drafted + old.rest()
     chain.truncate(chain.common(chain.tokens))
 
 

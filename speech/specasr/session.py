@@ -120,7 +120,14 @@ class SpecASR:
         for i, session in enumerate(sessions):
             if max_nodes > 0 and session.chain is not None and session.transcript.can_draft:
                 drafting[i] = self._algorithm(session, session.chain, max_nodes)
-        drafts = self._run(sessions, drafting)
+        try:
+            drafts = self._run(sessions, drafting)
+        except BaseException:
+            # Half a forward pass may be in the caches.
+            for session in sessions:
+                if session.chain is not None:
+                    session.chain.reset()
+            raise
         trees = []
         for i, session in enumerate(sessions):
             draft = drafts.get(i, DraftTree())
@@ -139,9 +146,7 @@ class SpecASR:
         if options.mode == "fixed" and options.beams > 1:
             return draft_beams(chain, transcript, self.vocabularies, options, room)
         if options.mode == "tsp":
-            return draft_sparse_tree(
-                chain, transcript, self.vocabularies, options, room, max_nodes
-            )
+            return draft_sparse_tree(chain, transcript, self.vocabularies, options, room, max_nodes)
         return draft_trunk(chain, transcript, self.vocabularies, options, room)
 
     def _run(
@@ -154,9 +159,7 @@ class SpecASR:
             feeds: dict[int, Feed] = {}
             for i, answer in answers.items():
                 try:
-                    feeds[i] = (
-                        next(drafting[i]) if answer is None else drafting[i].send(answer)
-                    )
+                    feeds[i] = next(drafting[i]) if answer is None else drafting[i].send(answer)
                 except StopIteration as end:
                     drafts[i] = end.value
             if not feeds:

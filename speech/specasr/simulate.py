@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from speech.specasr.draft_model import DraftWhisper, Feed
 from speech.specasr.draft_tree import TargetTree
 from speech.specasr.options import SpecASROptions
 from speech.specasr.session import SpecASR
@@ -85,6 +86,28 @@ class Simulation:
             "encoder_ms_per_10s": 1e4 * self.encoder_seconds / max(1e-9, self.audio_seconds),
             "speedup": self.tokens * step_seconds / max(1e-9, total),
         }
+
+
+def greedy_output(
+    target: DraftWhisper, features: torch.Tensor, prompt: Sequence[int], end: int
+) -> list[int]:
+    """What a target writes without speculation, `end` included: the likeliest token each time.
+
+    Args:
+        target: loaded in float32.
+        features: float32 [mel_bins, frames], padded to 30 s as the target wants it.
+        end: the target's <|endoftext|>.
+    """
+    cache = target.encode(features, margin=target.shape.source_positions)
+    feed = list(prompt)
+    output: list[int] = []
+    while len(prompt) + len(output) < target.max_positions:
+        logits = target.logits([cache], [Feed.chain(feed, len(cache) - 1)])
+        output.append(int(logits[-1].argmax()))
+        if output[-1] == end:
+            break
+        feed = output[-1:]
+    return output
 
 
 def best_gain(tree: TargetTree, node_cost: float = 0.05, fixed_cost: float = 1.1) -> int:
@@ -175,7 +198,8 @@ def _accepted(tree: TargetTree, n: int, output: Sequence[int]) -> list[int]:
     path: list[int] = []
     for node in range(n):
         above = path[-1] if path else -1
-        if len(path) < len(output) and tree.parents[node] == above:
-            if tree.tokens[node] == output[len(path)]:
-                path.append(node)
+        if len(path) == len(output):
+            break
+        if tree.parents[node] == above and tree.tokens[node] == output[len(path)]:
+            path.append(node)
     return path

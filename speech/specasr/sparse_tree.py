@@ -1,9 +1,9 @@
 """Two-pass sparse tree (SpecASR, section IV-C).
 
-Pass 1 drafts a greedy trunk past doubtful tokens. Pass 2 tries the second-best token there, and only
-there: all branches grow together, one forward pass a token for all of them, and each is cut short
-where it says what the trunk, or an earlier branch, says at the same or an adjacent position; from
-there on it has that one's tokens. In speech the audio soon brings a draft back on its path, so
+Pass 1 drafts a greedy trunk past doubtful tokens. Pass 2 tries the second-best token there, and
+only there: all branches grow together, one forward pass a token for all of them, and each is cut
+short where it says what the trunk, or an earlier branch, says at the same or an adjacent position;
+from there on it has that one's tokens. In speech the audio soon brings a draft back on its path, so
 branches are short.
 """
 
@@ -23,7 +23,7 @@ _OFFSETS = (0, -1, 1)
 # A trunk's token below this chance is doubtful: its second-best is tried.
 DOUBTFUL = 0.8
 # What is less likely than this to be on the output's path is not worth a place in a verify step.
-FLOOR = 0.05
+FLOOR = 0.15
 # Tokens that a branch may take to rejoin.
 BRANCH_LENGTH = 8
 
@@ -90,7 +90,7 @@ def _branches(chain: Chain, tree: DraftTree, start: Start, max_nodes: int) -> li
     branches = []
     for i, node in enumerate(tree.trunk):
         before = start.length + i - 1  # the slot of the token before this one
-        if i == 0 and start.token is not None or before >= len(chain):
+        if (i == 0 and start.token is not None) or before >= len(chain):
             continue
         prediction = chain.predictions[before]
         if prediction.chances[0] >= DOUBTFUL:

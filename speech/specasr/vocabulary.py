@@ -3,9 +3,9 @@
 Tokens are byte strings; special tokens (<|en|>, <|0.02|>, <|endoftext|>, ...) have names. Where the
 text tokens of both models are the same (tiny.en and medium.en, tiny and large-v3) ids are mapped
 one by one. Where they differ it is not enough to map token by token: tiny.en writes
-" comparatively" as one token and base as " compar" + "atively", and a draft model that is handed the
-latter never saw it so. Text is therefore spelled anew, word by word, in the tokens that each model
-would have used itself.
+" comparatively" as one token and base as " compar" + "atively", and a draft model that is handed
+the latter never saw it so. Text is therefore spelled anew, word by word, in the tokens that each
+model would have used itself.
 """
 
 import functools

@@ -73,8 +73,8 @@ def noise(seconds: float, level: float = 0.05) -> Clip:
     return Clip("noise", samples.astype(np.float32), RATE)
 
 
-def silence(seconds: float) -> Clip:
-    return Clip("silence", np.zeros((1, int(seconds * RATE)), np.float32), RATE)
+def silence(seconds: float, rate: int = RATE) -> Clip:
+    return Clip("silence", np.zeros((1, int(seconds * rate)), np.float32), rate)
 
 
 def error_of(response: requests.Response) -> dict[str, Any]:
@@ -325,7 +325,7 @@ def wav(samples: int) -> bytes:
         (wav(RATE)[:20], "invalid_value"),
         (wav(0), "audio_too_short"),
         (wav(160), "audio_too_short"),
-        (encode(silence(LIMIT_S + 60), "flac"), "audio_too_long"),
+        (encode(silence(LIMIT_S + 60, rate=8_000), "flac"), "audio_too_long"),
     ],
     ids=["empty", "text", "header", "0 seconds", "10 ms", "too long"],
 )

@@ -81,9 +81,7 @@ class ScriptedModel:
     def encode(self, features: torch.Tensor) -> DraftCache:
         return DraftCache(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
 
-    def step(
-        self, caches: Sequence[DraftCache], feeds: Sequence[Feed]
-    ) -> list[list[Prediction]]:
+    def step(self, caches: Sequence[DraftCache], feeds: Sequence[Feed]) -> list[list[Prediction]]:
         answers = []
         for cache, feed in zip(caches, feeds, strict=True):
             first = len(cache)

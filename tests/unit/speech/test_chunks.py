@@ -135,6 +135,19 @@ def test_a_seam_belongs_to_both_sides():
     assert chunk.source_end == 21
 
 
+def test_parts_keep_their_place():
+    samples = np.arange(4 * SAMPLE_RATE, dtype=np.float32)
+    chunk = Chunk(3, samples, (Piece(0, 5, 2), Piece(2, 20, 2)), ((0.5, 1.5), (2.5, 3.5)))
+    part = chunk.part(1.0, 3.0)
+    np.testing.assert_array_equal(part.samples, samples[SAMPLE_RATE : 3 * SAMPLE_RATE])
+    assert part.index == 3
+    assert part.pieces == (Piece(0.0, 6.0, 1.0), Piece(1.0, 20.0, 1.0))
+    assert part.speech == ((0.0, 0.5), (1.5, 2.0))
+    for time in (1.0, 1.7, 2.4, 2.9):
+        assert part.source_time(time - 1.0) == pytest.approx(chunk.source_time(time))
+    assert chunk.part(2.5).pieces == (Piece(0.0, 20.5, 1.5),)
+
+
 def test_only_long_silence_is_shortened():
     speech = np.array([True] * 10 + [False] * 62 + [True] * 10 + [False] * 200 + [True])
     kept = shorten_silence(speech, ChunkOptions())

@@ -209,7 +209,7 @@ def test_branches_grow_in_one_pass_each():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(8))
 def test_any_mode_follows_any_output(mode, seed):
-    """Random models and outputs, requests joining and leaving, all widths: and alone as in a batch."""
+    """Random models and outputs, requests joining and leaving: and alone as in a batch."""
     source = random.Random(seed)
     options = SpecASROptions(mode=mode, beams=1 + seed % 3, length=source.randint(1, 30))
     utterances = [
@@ -219,7 +219,7 @@ def test_any_mode_follows_any_output(mode, seed):
     totals = []
     for batch in (1, 5):
         specasr = SpecASR(random_model(seed), SAME)
-        result = simulate(specasr, utterances, options, source.randint(1, 1) * 20, all_nodes,
+        result = simulate(specasr, utterances, options, 20, all_nodes,
                           batch=batch)  # fmt: skip
         totals.append((result.rounds, result.verified, result.accepted))
         assert result.tokens == sum(len(u.output) - 1 for u in utterances)
@@ -255,6 +255,26 @@ def test_no_audio_or_a_language_unknown_gives_no_draft():
     specasr.encode([session], [AUDIO])
     specasr.commit(session, [97])
     assert len(specasr.propose([session], 10)[0]) == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pass_that_fails_costs_one_draft(mode):
+    model = reader("abcdefghij")
+    specasr, session, _ = propose(model, mode, "a", length=4)
+    specasr.commit(session, [ord("b")])
+    step = model.step
+
+    def fail(caches, feeds):
+        step(caches, feeds)
+        raise RuntimeError("out of memory")
+
+    specasr.commit(session, [ord(","), ord("c")])
+    model.step = fail
+    with pytest.raises(RuntimeError, match="out of memory"):
+        specasr.propose([session], 64)
+    model.step = step
+    (tree,) = specasr.propose([session], 64)
+    assert leaves(tree)[0].startswith("def")
 
 
 def test_best_gain_weighs_chances_against_cost():

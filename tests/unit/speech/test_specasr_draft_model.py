@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from speech.specasr.draft_model import DraftWhisper, Feed, audio_frames
+from speech.specasr.simulate import greedy_output
 from tests.unit.speech.specasr_models import FRAMES, MEL_BINS, POSITIONS, random_whisper
 
 VOCAB = 60
@@ -88,6 +89,16 @@ def test_cache_grows_with_its_content(model, reference):
         logits = model.logits([cache], [Feed.chain(tokens[first : first + 100], first - 1)])
     right = expected(reference, features, tokens)
     torch.testing.assert_close(logits[-1], right[-1], rtol=1e-3, atol=1e-3)
+
+
+def test_greedy_output_is_what_transformers_writes(model, reference):
+    features, tokens = audio(7), [1, 5]
+    while len(tokens) < 40:
+        tokens.append(int(expected(reference, features, tokens)[-1].argmax()))
+    assert greedy_output(model, features, tokens[:2], end=-1)[:38] == tokens[2:]
+    end = tokens[12]
+    stopped = greedy_output(model, features, tokens[:2], end)
+    assert stopped == tokens[2 : 3 + tokens[2:].index(end)]
 
 
 def test_step_gives_the_likeliest_tokens(model, reference):

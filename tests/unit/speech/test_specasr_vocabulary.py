@@ -1,4 +1,4 @@
-"""Text between two vocabularies: spelling, transcripts in the draft's tokens, trees in the target's."""
+"""Text between two vocabularies: spelling, committed text for the draft, drafts for the target."""
 
 import numpy as np
 import pytest
@@ -97,9 +97,10 @@ def test_prompts_of_earlier_text_and_sglangs_placeholders():
         draft["<|startofprev|>"], *DRAFT.spell_text(b" the"), draft["<|startoftranscript|>"],
         draft["<|notimestamps|>"],
     ]  # fmt: skip
-    assert Transcript(DIFFERENT, [0] * 50 + PROMPT).spelled() == Transcript(
-        DIFFERENT, PROMPT
-    ).spelled()
+    assert (
+        Transcript(DIFFERENT, [0] * 50 + PROMPT).spelled()
+        == Transcript(DIFFERENT, PROMPT).spelled()
+    )
 
 
 def test_other_languages_are_not_for_an_english_draft():

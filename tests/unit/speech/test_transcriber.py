@@ -120,7 +120,7 @@ def test_the_language_is_detected_once():
     engine = Engine(numbered)
     last = run(engine, language=None)[-1]
     assert (engine.detected, last.language) == (1, "fr")
-    assert {tuple(p) for p in engine.prompts} == {tuple(VOCABULARY.prompt("fr"))}
+    assert {tuple(p) for p in engine.prompts} == {tuple(VOCABULARY.prompt("fr", timestamps=True))}
 
 
 def test_timestamps_and_the_prompt_are_asked_for_in_every_chunk():
@@ -151,6 +151,34 @@ def test_a_loop_that_stays_is_cut_but_its_tokens_are_told():
     last = run(Engine(lambda *_: loop))[-1]
     assert last.text.count(" la") == 6
     assert set(last.token_ids) == {loop.tokens}
+
+
+def test_what_was_left_out_is_decoded_after_all():
+    seconds = 20.0
+
+    def say(_index: int, _temperature: float) -> Decoded:
+        # The first pass stops at 10 s, and the second one reads the rest.
+        if len(engine.prompts) == 1:
+            half = VOCABULARY.first_timestamp + round(seconds / 2 / 0.02)
+            text = said(" The first half of it, to the end of a sentence, and no more than that.")
+            return Decoded((*text.tokens, half, half), (*text.logprobs, -0.1, -0.1))
+        return said(" And the second half of it, which was said too, and is heard after all.")
+
+    def cut(blocks: Any, _options: Any) -> Any:
+        list(blocks)
+        samples = np.zeros(int(seconds * 16_000), np.float32)
+        yield Chunk(0, samples, (Piece(0.0, 5.0, seconds),), ((0, 9.8), (10.2, 20)))
+
+    engine = Engine(say)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transcriber, "chunks", cut)
+        last = run(engine, response_format="srt")[-1]
+        assert "no more than that. And the second half" in last.text
+        assert [(s.id, s.start, s.end) for s in last.segments] == [(0, 5, 15), (1, 15.2, 25)]
+        assert len(last.token_ids) == 2
+        engine.prompts.clear()
+        *events, last = run(engine, stream=True)
+        assert "".join(e.text for e in events if isinstance(e, Delta)) == last.text
 
 
 def test_no_speech_after_all_is_no_text():
