@@ -1,0 +1,94 @@
+"""SpecASR on a real server: plain SGLang Whisper's tokens in every mode, alone and in a batch."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+
+from scripts.server import Server
+from scripts.speech_client import (
+    MODES,
+    Speech,
+    Transcript,
+    read_metrics,
+    transcribe,
+    transcribe_all,
+)
+from scripts.speech_data import FOLDER, read_clips
+
+CLIPS = 8
+
+
+@pytest.fixture(scope="module")
+def speech() -> list[Speech]:
+    return [Speech.of(clip) for clip in read_clips(FOLDER) if clip.seconds < 15][:CLIPS]
+
+
+@pytest.fixture(scope="module")
+def plain(speech) -> list[Transcript]:
+    """Plain SGLang's transcripts; its server is gone before the other one starts."""
+    with Server("whisper-base", name="whisper") as server:
+        return transcribe_all(server.base_url, speech)
+
+
+@pytest.fixture(scope="module")
+def specasr(plain) -> Iterator[Server]:
+    flags = ["--speculative-algorithm", "SSSD", "--draft-model", "whisper-tiny.en"]
+    more = ["--drafters", "random", "--enable-metrics"]
+    with Server("whisper-base", [*flags, *more], name="specasr") as server:
+        yield server
+
+
+@pytest.mark.parametrize("in_flight", [1, CLIPS])
+@pytest.mark.parametrize("mode", [*MODES, "random", "auto"])
+def test_tokens_are_plain_sglangs(mode, in_flight, specasr, speech, plain):
+    params = {
+        "random": {"drafter": "random", "budget": "fixed"},
+        "auto": {},
+    }.get(mode) or {**MODES.get(mode, {}), "budget": "fixed"}
+    got = transcribe_all(specasr.base_url, speech, params, in_flight=in_flight)
+    assert [t.token_ids for t in got] == [t.token_ids for t in plain]
+    if mode not in ("AR", "random", "auto"):
+        assert sum(t.accept_length for t in got) / len(got) > 3
+
+
+def test_modes_share_a_batch(specasr, speech, plain):
+    modes = list(MODES.values())
+    with ThreadPoolExecutor(CLIPS) as pool:
+        asked = [
+            pool.submit(transcribe, specasr.base_url, clip, modes[i % len(modes)])
+            for i, clip in enumerate(speech)
+        ]
+        got = [future.result() for future in asked]
+    assert [t.token_ids for t in got] == [t.token_ids for t in plain]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "magic"}, "custom_params.specasr.mode 'magic': expected one of fixed, asp"),
+        ({"length": 0}, "custom_params.specasr.length 0: expected a whole number 1..64"),
+        ({"speed": 9}, "custom_params.specasr.speed is unknown"),
+        ("fast", "custom_params.specasr must be an object"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(options, message, specasr, speech):
+    body = {
+        "text": "",
+        "audio_data": speech[0].url,
+        "sampling_params": {"custom_params": {"specasr": options}},
+    }
+    answer = requests.post(specasr.base_url + "/generate", json=body, timeout=60)
+    assert answer.status_code == 400 and message in answer.text
+
+
+def test_metrics_tell_drafting_from_verifying(specasr, speech):
+    before = read_metrics(specasr.base_url)
+    transcribe(specasr.base_url, speech[0], {**MODES["TSP"], "budget": "fixed"})
+    after = read_metrics(specasr.base_url)
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    assert grown["draft_prefill_steps_total"] == 1 and grown["draft_prefill_seconds_total"] > 0
+    assert grown["verify_steps_total"] >= 1 and grown["verify_seconds_total"] > 0
+    assert grown["drafter.draft_steps"] > 0 and grown["drafter.accepted_tokens"] > 0
+    assert grown["drafter.accepted_tokens"] <= grown["drafter.predicted_tokens"] * 2
