@@ -22,9 +22,9 @@ TEMPERATURE = 0.6
 # Encoder frames (20 ms each) that the model sees behind the end of the audio. Whisper was trained
 # on 30 s windows: with less silence than this it misses the end and repeats itself.
 MARGIN_FRAMES = 500
-# Passes of so few tokens run in one thread: waking others saves them a tenth of their time, and
+# Passes of so few tokens run in one thread: waking others saves them little of their time, and
 # waiting for one that the machine has just taken away costs many times that.
-SINGLE_THREAD_TOKENS = 4
+SINGLE_THREAD_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,9 @@ class DraftWhisper:
     def step(self, caches: Sequence[DraftCache], feeds: Sequence[Feed]) -> list[list[Prediction]]:
         """`logits`, as the TOP_K likeliest tokens after each token fed, one list per feed."""
         with _threads(1 if sum(len(f.tokens) for f in feeds) <= SINGLE_THREAD_TOKENS else None):
-            logits = self.logits(caches, feeds)
-        probs, tokens = logits.softmax(dim=-1).topk(TOP_K)
-        rows = list(map(Prediction, tokens.tolist(), probs.tolist(), sharpened(probs).tolist()))
+            probs, tokens = self.logits(caches, feeds).softmax(dim=-1).topk(TOP_K)
+            chances = sharpened(probs)
+        rows = list(map(Prediction, tokens.tolist(), probs.tolist(), chances.tolist()))
         predictions, row = [], 0
         for feed in feeds:
             predictions.append(rows[row : row + len(feed.tokens)])
