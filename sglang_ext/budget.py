@@ -2,11 +2,14 @@
 
 SSSD bounds s_q by I_knee / batch (section 3.3): up to I_knee tokens a forward pass takes about as
 long as reading the weights, past it every token is paid for. Both sides are measured here. A step
-of `bs` requests and k drafted nodes costs cost(bs + k) seconds and commits about bs + (the sum of
-the nodes' probabilities) tokens; the k with the most tokens a second wins, and k = 0 is a plain
-decode step. The nodes are taken best first over the whole batch, so a request whose drafts are
-poor gets few of them or none. Past I_knee, where a wrong guess costs its full price, the promise
-must be better by SURE_GAIN; it is for text that was served before.
+of `bs` requests and k drafted nodes costs cost(bs + k) seconds and commits about 1 + (the sum of
+its nodes' probabilities) tokens of each; the k with the highest geometric mean of the requests'
+tokens a second wins, and k = 0 is a plain decode step. The geometric mean and not the sum
+(proportional fairness: Kelly, Maulloo, Tan 1998): a node makes the step longer for all, and a
+batch ends with its slowest request, so what one gains at the others' cost must be worth it. The
+nodes are taken best first over the whole batch, so a request whose drafts are poor gets few of
+them or none. Past I_knee, where a wrong guess costs its full price, the promise must be better by
+SURE_GAIN; it is for text that was served before.
 """
 
 import math
@@ -18,10 +21,7 @@ import numpy.typing as npt
 
 # A speculative step must promise this much more than a plain one: pays for being wrong about
 # either side.
-MIN_GAIN = 1.06
-# In a batch too: it ends with its slowest request, so speed that one gains at the others' cost
-# counts for less than the sum of the rates says.
-MIN_GAIN_OF_BATCHES = 1.12
+MIN_GAIN = 1.08
 # What a step past I_knee must promise over the best one below it.
 SURE_GAIN = 1.2
 # A verify step's cost above a plain step of as many tokens, until one was run.
@@ -197,18 +197,17 @@ def choose_nodes(
     cost: CostModel,
     knee_tokens: int,
     drafting_s: float = 0.0,
-    min_gain: float | None = None,
+    min_gain: float = MIN_GAIN,
     padded: bool = False,
 ) -> npt.NDArray[np.int64]:
-    """How many of its nodes each request verifies, for the most expected tokens a second.
+    """How many of its nodes each request verifies, for the best geometric mean of their speeds.
 
     Args:
         probs: for each request, its nodes' probabilities in the tree's order.
         cost: the cost of forward passes.
         knee_tokens: I_knee of the device.
         drafting_s: seconds that drafting takes, in `cost`'s unit; a plain step saves them.
-        min_gain: how much better than a plain step a wider one must be; None: MIN_GAIN, or
-            MIN_GAIN_OF_BATCHES.
+        min_gain: how much better than a plain step a wider one must be.
         padded: the pass runs as many nodes for every request as for the one with most.
 
     Returns:
@@ -216,20 +215,20 @@ def choose_nodes(
     """
     bs = len(probs)
     none = np.zeros(bs, dtype=np.int64)
-    if min_gain is None:
-        min_gain = MIN_GAIN if bs == 1 else MIN_GAIN_OF_BATCHES
     if sum(map(len, probs)) == 0:
         return none
+    # What a node adds to the logarithm of its request's tokens.
+    added = [np.diff(np.log1p(np.cumsum(p)), prepend=0.0) for p in probs]
     # A node is verified only with those before it in its tree, so it ranks no higher.
-    rank = np.concatenate([np.minimum.accumulate(p) for p in probs])
+    rank = np.concatenate([np.minimum.accumulate(a) for a in added])
     order = np.argsort(-rank, kind="stable")
-    gains = np.cumsum(np.concatenate(probs)[order])
+    gains = np.exp(np.cumsum(np.concatenate(added)[order]) / bs)
     # Fewer tokens, and no tree: what looks dearer than a verify step was disturbed.
-    plain_rate = min_gain * bs / min(cost.cost(bs), cost.cost(bs + 1, verify=True))
+    plain_rate = min_gain / min(cost.cost(bs), cost.cost(bs + 1, verify=True))
     best, best_rate = 0, plain_rate
     past_knee = False
     for tokens in token_grid(bs, bs + len(order)):
-        rate = (bs + gains[tokens - bs - 1]) / (cost.cost(tokens, verify=True) + drafting_s)
+        rate = gains[tokens - bs - 1] / (cost.cost(tokens, verify=True) + drafting_s)
         if tokens > knee_tokens and not past_knee:
             past_knee, best_rate = True, SURE_GAIN * best_rate
         if rate > best_rate:
@@ -240,6 +239,6 @@ def choose_nodes(
     nodes = np.bincount(owners[order[:best]], minlength=bs)
     if padded:
         tokens = bs * (1 + int(nodes.max()))
-        if (bs + gains[best - 1]) / (cost.cost(tokens, verify=True) + drafting_s) <= plain_rate:
+        if gains[best - 1] / (cost.cost(tokens, verify=True) + drafting_s) <= plain_rate:
             return none
     return nodes

@@ -35,7 +35,7 @@ def convert(source_dir: Path, out_dir: Path) -> None:
     source_config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
 
     tensors = hf_tensors(model)
-    tokenizer, ids = _with_timestamps(tokenizer)
+    tokenizer, ids = _with_timestamps(_with_first_merge(tokenizer))
     config = _model_config(model, tensors, ids)
     if len(ids) != config["vocab_size"]:
         raise ValueError(
@@ -136,6 +136,20 @@ def _layer_count(model: CTranslate2Model, side: str) -> int:
     """How many layers the variables named SIDE/layer_N/... make."""
     parts = {name.split("/")[1] for name in model.variables if name.startswith(f"{side}/")}
     return sum(part.removeprefix("layer_").isdigit() for part in parts)
+
+
+def _with_first_merge(tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizer with its first merge, which some converters take for a header and drop.
+
+    Byte-level BPE has 256 tokens of one byte and then one token for each merge, in their order.
+    Without the first merge ("Ġ t") every word that begins with t is encoded otherwise.
+    """
+    model = tokenizer["model"]
+    merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    first = next((token for token, index in model["vocab"].items() if index == 256), "")
+    if len(first) != 2 or tuple(first) in merges:
+        return tokenizer
+    return {**tokenizer, "model": {**model, "merges": [tuple(first), *merges]}}
 
 
 def _with_timestamps(tokenizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:

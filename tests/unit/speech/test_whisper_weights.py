@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoProcessor, WhisperConfig, WhisperForConditionalGeneration
 
-from speech.whisper_weights import convert
+from speech.whisper_weights import _with_first_merge, convert
 from tests.unit.speech.ctranslate2_files import model_file
 
 SPECIALS = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|fr|>", "<|translate|>"]
@@ -181,3 +181,12 @@ def test_other_kind_of_model_is_refused(tmp_path):
         (tmp_path / name).write_text("{}")
     with pytest.raises(ValueError, match="'TransformerSpec', expected 'WhisperSpec'"):
         convert(tmp_path, tmp_path)
+
+
+def test_a_first_merge_that_was_dropped_comes_back():
+    bytes_ = {chr(0x100 + i): i for i in range(256)}
+    vocab = {**bytes_, "ĀĂ": 256, "ĀĂĄ": 257}
+    whole = {"model": {"vocab": vocab, "merges": ["Ā Ă", "ĀĂ Ą"]}}
+    assert _with_first_merge(whole) is whole
+    cut = {"model": {"vocab": vocab, "merges": ["ĀĂ Ą"]}}
+    assert _with_first_merge(cut)["model"]["merges"] == [("Ā", "Ă"), ("ĀĂ", "Ą")]
