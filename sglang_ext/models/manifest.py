@@ -8,7 +8,7 @@ from pathlib import Path
 from sglang_ext.models.registry import ModelSpec
 
 MANIFEST = "sglang_ext_manifest.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 def write_manifest(directory: Path, spec: ModelSpec) -> None:
