@@ -26,6 +26,7 @@ import requests
 
 from scripts.client import TIMEOUT_S
 from scripts.figures import parser, report
+from scripts.metrics import read_metrics
 from scripts.prompts import spec_bench
 from scripts.server import Server
 
@@ -163,16 +164,6 @@ def run(url: str, prompts: Sequence[Sequence[int]], tokens: int, **params: str) 
     seconds = time.perf_counter() - start
     response.raise_for_status()
     return sum(a["meta_info"]["completion_tokens"] for a in response.json()) / seconds
-
-
-def read_metrics(url: str) -> dict[str, float]:
-    """The server's `sglang_ext:` series that have no label beside the model's, by name."""
-    found = {}
-    for line in requests.get(url + "/metrics", timeout=30).text.splitlines():
-        if line.startswith("sglang_ext:") and line.count("=") == 1:
-            name, value = line.removeprefix("sglang_ext:").rsplit(" ", 1)
-            found[name.partition("{")[0]] = float(value)
-    return found
 
 
 def show(batch: int, rows: Rows) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts.figures import parser, report
+from scripts.metrics import read_metrics
 from scripts.server import Server
 from scripts.speech_client import (
     AUTOREGRESSIVE,
@@ -27,7 +28,6 @@ from scripts.speech_client import (
     TWO_PASS,
     Speech,
     Transcript,
-    read_metrics,
     transcribe,
 )
 from scripts.speech_data import FOLDER, Clip, read_clips

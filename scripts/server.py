@@ -1,8 +1,6 @@
 """Real SGLang servers for checks, benchmarks, tests and the demo: start, wait, stop."""
 
-import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +11,8 @@ from types import TracebackType
 
 import psutil  # type: ignore[import-untyped]
 import requests
+
+from sglang_ext.processes import free_port, kill_group, stop_group
 
 START_TIMEOUT_S = 300
 # Several servers share the machine's memory; a later flag overrides it.
@@ -100,19 +100,13 @@ class Server:
         """End the process and the ones it started."""
         if self._process is None:
             return
-        group = self._process.pid
-        _signal_group(group, 15)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=10)
-        _signal_group(group, 9)
-        self._process.wait()
+        stop_group(self._process)
         self._process = None
 
     def kill(self) -> None:
         """kill -9 of the process and the ones it started, at once."""
         if self._process is not None:
-            _signal_group(self._process.pid, 9)
-            self._process.wait()
+            kill_group(self._process)
             self._process = None
 
     def __enter__(self) -> "Server":
@@ -131,15 +125,3 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
-
-
-def _signal_group(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
-
-
-def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

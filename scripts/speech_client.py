@@ -1,11 +1,10 @@
-"""Speech sent to a running server's /generate, and what its metrics say of the decoding.
+"""Speech sent to a running server's /generate.
 
 Every clip goes as 16 kHz mono, so that the server has nothing to resample and all modes get the
 same samples.
 """
 
 import base64
-import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +16,8 @@ from tqdm import tqdm
 
 from scripts.client import TIMEOUT_S
 from scripts.speech_data import Clip, encode
+from speech.audio import SAMPLE_RATE
 
-SAMPLE_RATE = 16_000
 MAX_NEW_TOKENS = 224  # openai-whisper's limit: half of the decoder's positions
 AUTOREGRESSIVE = "AR"
 TWO_PASS = "TSP"
@@ -33,8 +32,6 @@ MODES: dict[str, dict[str, Any]] = {
     TWO_PASS: {"specasr": {"mode": "tsp"}},
 }
 BASELINES = ("(8,1)", "(16,1)", "(8,2)")
-_METRIC = re.compile(r"sglang_ext:(\w+)\{(.*)\} (\S+)")
-_NAME_LABEL = re.compile(r'(?:^|,)name="([^"]*)"')
 
 
 @dataclass(frozen=True)
@@ -109,24 +106,3 @@ def transcribe_all(
     with ThreadPoolExecutor(in_flight) as pool:
         answers = pool.map(lambda speech: transcribe(base_url, speech, params), clips)
         return list(tqdm(answers, total=len(clips), desc=label, disable=None, leave=False))
-
-
-def read_metrics(base_url: str) -> dict[str, float]:
-    """The server's `sglang_ext:` series; see `parse_metrics`."""
-    response = requests.get(base_url + "/metrics", timeout=30)
-    response.raise_for_status()
-    return parse_metrics(response.text)
-
-
-def parse_metrics(text: str) -> dict[str, float]:
-    """The `sglang_ext:` series of a Prometheus page by name.
-
-    Those with a label `name` are called SERIES.NAME; a histogram's buckets are left out.
-    """
-    found: dict[str, float] = {}
-    for name, labels, value in _METRIC.findall(text):
-        if name.endswith("_bucket"):
-            continue
-        label = _NAME_LABEL.search(labels)
-        found[f"{name}.{label[1]}" if label else name] = float(value)
-    return found

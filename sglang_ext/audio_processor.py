@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 ARCHITECTURE = "WhisperForConditionalGeneration"
-_WINDOW_SAMPLES = 480_000
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,7 @@ def _whisper_processor() -> type:
     from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
 
     from sglang_ext.options import Options
+    from speech.audio import SAMPLE_RATE, WINDOW_SAMPLES, log_mels
     from speech.prompts import WhisperVocabulary
 
     class WhisperAudioProcessor(BaseMultimodalProcessor):
@@ -99,13 +99,13 @@ def _whisper_processor() -> type:
             return self._vocabulary.prompt(code, timestamps=bool(timestamps))
 
         def _item(self, audio: Any) -> Any:
-            samples = _samples(audio)[:_WINDOW_SAMPLES]
+            samples = _samples(audio)[:WINDOW_SAMPLES]
             features = self._processor.feature_extractor(
-                samples, sampling_rate=16_000, padding="max_length", return_tensors="pt"
+                samples, sampling_rate=SAMPLE_RATE, padding="max_length", return_tensors="pt"
             )["input_features"][0]
             extra = {}
             if self._draft_mels:
-                extra["draft_features"] = _log_mels(samples, self._draft_mels)
+                extra["draft_features"] = log_mels(samples, self._draft_mels)
             return MultimodalDataItem(
                 feature=features, modality=Modality.AUDIO, model_specific_data=extra
             )
@@ -120,13 +120,6 @@ def draft_mels(draft_model: str, target_mels: int) -> int | None:
     config = json.loads((Path(draft_model) / "config.json").read_text(encoding="utf-8"))
     mels = config.get("num_mel_bins", target_mels)
     return mels if mels != target_mels else None
-
-
-def _log_mels(samples: np.ndarray, mels: int) -> Any:
-    """float32[mels, 3000]."""
-    from whisper.audio import log_mel_spectrogram
-
-    return log_mel_spectrogram(samples, mels, padding=_WINDOW_SAMPLES - len(samples))
 
 
 def _samples(audio: Any) -> np.ndarray:

@@ -5,15 +5,12 @@ SGLang 0.5.23 keeps a request's encoder tokens at the front of its row of req_to
 speculative workers know nothing of that; ours asks here.
 """
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-
-logger = logging.getLogger(__name__)
 
 
 def decoder_starts(batch: "ScheduleBatch") -> torch.Tensor:

@@ -150,6 +150,7 @@ class RequestTable:
         self._drafters = drafters
         self._names = names  # of all that the server loads, also where this rank has none
         self._default = default
+        self._prompts_are_read = any(hasattr(d, "prefill") for d in drafters.values())
         self._max_nodes = max_nodes
         self._limit = limit
         self._running: dict[str, RunningRequest] = {}
@@ -185,6 +186,8 @@ class RequestTable:
         Returns:
             whether any drafter was told.
         """
+        if not self._prompts_are_read:
+            return False
         new: dict[Callable[[list[DraftRequest]], None], list[DraftRequest]] = {}
         for req in reqs:
             known = self._prefilled.get(req.rid) or self._running.get(req.rid)

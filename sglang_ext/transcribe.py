@@ -4,8 +4,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
+
+from sglang_ext.processes import free_port, stop_group
 
 DEFAULT_MODEL = "whisper-base"
 # speech.formats has them too, but takes seconds to import.
@@ -233,7 +233,7 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         url = args.server.rstrip("/").removesuffix("/v1")
         yield url, _served_model(url, args.api_key)
         return
-    port = _free_port()
+    port = free_port()
     command = [
         sys.executable, "-m", "sglang_ext.cli", "serve", "--model", args.model,
         "--host", "127.0.0.1", "--port", str(port), *args.rest,
@@ -254,7 +254,7 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
             _wait(process, url, log)
             yield url, _served_model(url, "")
         finally:
-            _stop(process)
+            stop_group(process)
 
 
 def _wait(process: "subprocess.Popen[bytes]", url: str, log: IO[bytes]) -> None:
@@ -283,17 +283,3 @@ def _served_model(url: str, api_key: str) -> str:
         return response.json()["data"][0]["id"]
     except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
         raise TranscribeError(f"{url} does not answer as a server should: {error}") from None
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=10)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from whisper.audio import log_mel_spectrogram
 from whisper.model import ModelDimensions, Whisper
 from whisper.timing import find_alignment, merge_punctuations
 
-from speech.audio import SAMPLE_RATE
+from speech.audio import log_mels
 from speech.chunks import Chunk
 from speech.prompts import WhisperVocabulary
 from speech.segments import Word
 
-_WINDOW_SAMPLES = 30 * SAMPLE_RATE
 _HOP_SAMPLES = 160
 # Pairs of openai-whisper's transcribe().
 _PREPENDED = "\"'“¿([{-"
@@ -80,8 +78,7 @@ class Aligner:
             return []
         with self._lock, torch.inference_mode():
             model = self._model = self._model or load_whisper(self._folder)
-            padding = _WINDOW_SAMPLES - len(chunk.samples)
-            mel = log_mel_spectrogram(chunk.samples, model.dims.n_mels, padding=padding)
+            mel = log_mels(chunk.samples, model.dims.n_mels)
             frames = max(2, len(chunk.samples) // _HOP_SAMPLES)
             alignment = find_alignment(model, tokenizer, tokens, mel, frames)
         merge_punctuations(alignment, _PREPENDED, _APPENDED)

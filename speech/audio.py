@@ -7,13 +7,19 @@ ever in memory, however long the audio.
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import av
 import numpy as np
 
+if TYPE_CHECKING:
+    import torch
+
 SAMPLE_RATE = 16_000
 """Samples per second that Whisper and the VAD read."""
+
+WINDOW_SAMPLES = 30 * SAMPLE_RATE
+"""Samples that Whisper's encoder reads at once."""
 
 BLOCK_SAMPLES = 1 << 18
 """Samples of a decoded block, 16.4 s."""
@@ -167,6 +173,13 @@ def decode(file: str | Path | IO[bytes], max_seconds: float = float("inf")) -> n
     """
     with AudioReader(file, max_seconds) as reader:
         return np.concatenate([np.empty(0, np.float32), *reader.blocks()])
+
+
+def log_mels(samples: np.ndarray, bins: int) -> "torch.Tensor":
+    """openai-whisper's features of up to 30 s, padded with silence: float32[bins, 3000]."""
+    from whisper.audio import log_mel_spectrogram  # loads torch, which reading files needs not
+
+    return log_mel_spectrogram(samples, bins, padding=WINDOW_SAMPLES - len(samples))
 
 
 def _unreadable(error: Exception) -> AudioError:

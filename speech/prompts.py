@@ -6,7 +6,7 @@ neither language nor task.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 
 from whisper.tokenizer import LANGUAGES, TO_LANGUAGE_CODE, Tokenizer, get_tokenizer
 
@@ -47,7 +47,7 @@ class WhisperVocabulary:
         self.no_speech: int = self.tokenizer.no_speech
         self.first_timestamp: int = self.tokenizer.timestamp_begin
 
-    @property
+    @cached_property
     def languages(self) -> dict[str, int]:
         """Language tokens by ISO code; English alone where the model has no other."""
         codes = list(LANGUAGES)[: self._count] if self.multilingual else ["en"]

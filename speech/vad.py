@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from speech.audio import SAMPLE_RATE
+
 FRAME_SAMPLES = 512
 """Samples of a frame at 16 kHz, 32 ms."""
 
-FRAMES_PER_SECOND = 16_000 / FRAME_SAMPLES
+FRAMES_PER_SECOND = SAMPLE_RATE / FRAME_SAMPLES
 
 _CONTEXT_SAMPLES = 64  # of the frame before, read again with each frame
 _STFT_HOP = 128

@@ -18,6 +18,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_ext.api.client import call_all
 from sglang_ext.api.control import ControlError
+from sglang_ext.api.errors import error_body
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
@@ -76,9 +77,7 @@ async def _not_json(request: Request, error: Exception) -> JSONResponse:
 
 def error_response(message: str, status: int) -> JSONResponse:
     """An error as OpenAI's API would give it."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    return JSONResponse({"error": error}, status)
+    return JSONResponse(error_body(message, status, code=status), status)
 
 
 async def _answer(op: str, merge: Any, **arguments: Any) -> JSONResponse:

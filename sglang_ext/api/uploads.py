@@ -9,6 +9,8 @@ from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 
+from sglang_ext.api.errors import error_body
+
 # Fields and part headers beside the file.
 _FORM_BYTES = 2 << 20
 # A client that is still sending reads no answer, so a refused upload is taken in and thrown away.
@@ -34,9 +36,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        return error_body(str(self), self.status, self.param, self.code)
 
     def response(self) -> JSONResponse:
         """The error as a response."""

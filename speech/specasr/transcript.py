@@ -6,7 +6,6 @@ from speech.specasr.vocabulary import Vocabularies, words
 
 _START = "<|startoftranscript|>"
 _PREVIOUS = "<|startofprev|>"
-_NO_TIMESTAMPS = "<|notimestamps|>"
 _TASKS = ("<|transcribe|>", "<|translate|>")
 _ENGLISH = "<|en|>"
 

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 
+from scripts.metrics import read_metrics
 from scripts.server import Server
 from scripts.speech_client import (
     MODES,
     Speech,
     Transcript,
-    read_metrics,
     transcribe,
     transcribe_all,
 )
