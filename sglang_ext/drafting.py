@@ -121,11 +121,14 @@ class DraftPlanner:
         trees: Sequence[TokenTree],
         packed: PackedTrees,
         accept_index: npt.NDArray[np.int32],
+        predicted: npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """Learn from a verify step how far the drafters' probabilities can be trusted.
+        """Learn from a verify step: how far the drafters' probabilities can be trusted.
 
         Args:
             accept_index: int32[bs, width], see verify.Accepted.
+            predicted: int32[bs, width], the target's token after every node; None: only those on
+                the accepted paths were asked.
         """
         on_path = np.zeros(packed.tokens.shape, dtype=bool)
         on_path.reshape(-1)[accept_index[accept_index >= 0]] = True
@@ -134,6 +137,8 @@ class DraftPlanner:
         for b, mask in zip(verified, accepted, strict=True):
             running[b].calibration.observe(trees[b].probs[: len(mask)], mask)
             self._log.note_accepted(int(mask.sum()))
+            if predicted is not None:
+                self._tell_verified(running[b], trees[b], predicted[b, : packed.sizes[b]])
         if self.metrics is not None and verified:
             self.metrics.note_verified([trees[b] for b in verified], accepted)
 
@@ -147,6 +152,21 @@ class DraftPlanner:
             if hasattr(drafter, "add_corpus"):
                 return drafter
         raise ValueError("no loaded drafter keeps corpora; start the server with --drafter sssd")
+
+    @staticmethod
+    def _tell_verified(
+        running: RunningRequest, tree: TokenTree, predicted: npt.NDArray[np.int32]
+    ) -> None:
+        hook = getattr(running.drafter, "verified", None)
+        if hook is None:
+            return
+        try:
+            hook(running.draft, tree.first(len(predicted) - 1), predicted.tolist())
+        except Exception:
+            # As with every call of a drafter: nothing of it may stop the scheduler.
+            logger.exception(
+                "drafter %s failed on what was verified", type(running.drafter).__name__
+            )
 
     def _propose(
         self, drafter: Drafter, running: Sequence[RunningRequest], trees: list[TokenTree]

@@ -81,7 +81,9 @@ class Options:
         "SpecASR: tsp (two-pass sparse tree), recycling, asp (adaptive single sequence) or fixed",
         choices=("tsp", "recycling", "asp", "fixed"),
     )
-    asp_length: int = _option(24, "SpecASR: most tokens of a drafted sequence", low=1, high=64)
+    asp_length: int = _option(
+        0, "SpecASR: most tokens of a drafted sequence; 0: 32 in mode tsp, else 24", low=0, high=64
+    )
     asp_threshold: float = _option(
         0.4,
         "SpecASR: a drafted sequence ends where the top token's probability falls below this",

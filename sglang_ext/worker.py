@@ -321,7 +321,11 @@ class SpeculativeWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(new_seq_lens)
         if self.on_host:
-            self.planner.observe(running, trees, packed, accepted.accept_index.numpy())
+            # A sampled node is one on an accepted path; greedily, every node has its token.
+            greedy = batch.sampling_info.is_all_greedy
+            predicted = accepted.predict.numpy().reshape(packed.tokens.shape) if greedy else None
+            index = accepted.accept_index.numpy()
+            self.planner.observe(running, trees, packed, index, predicted)
             self.planner.note_step(forwarded, time.perf_counter() - start, verify=True)
         tokens = accepted.predict[accepted.accept_index.long()]
         return self._result(

@@ -15,33 +15,28 @@ import math
 import numba
 import numpy as np
 
+from sglang_ext.cpu.vectors import LANES, add_rows, dot, dots, prefetch
+
 _LOG2E = np.float32(math.log2(math.e))
 # Adding and subtracting 1.5 * 2^23 rounds a float32 to the nearest integer.
 _ROUND = np.float32(12582912.0)
 _LOWEST = np.float32(-126.0)
-# Tokens that share a pass over K and V; their scores stay in the second-level cache.
-_BLOCK = 16
 # 2^f on [-0.5, 0.5]: Chebyshev interpolation in float64, degree 6, relative error below 1e-7.
 _NODES = np.cos(np.pi * (np.arange(7) + 0.5) / 7) / 2
 _C6, _C5, _C4, _C3, _C2, _C1, _C0 = (np.float32(c) for c in np.polyfit(_NODES, np.exp2(_NODES), 6))
 
 
-@numba.njit(fastmath={"reassoc", "contract"}, nogil=True, cache=True)
-def _dot(a, b):
-    total = np.float32(0)
-    for d in range(a.size):
-        total += a[d] * b[d]
-    return total
+# Lanes from which sixteen products at once are faster than as many single ones.
+_FEW = 4
+# Rows of K or V that are asked for before they are read: they lie a page apart.
+_AHEAD = 4
 
 
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True, cache=True)
-def _softmax(scores, bits, n):
-    """Turn scores[:n] into exp(scores - max) in place and return their sum; bits is scratch."""
-    top = scores[0]
-    for i in range(1, n):
-        top = max(top, scores[i])
-    for i in range(n):
-        y = max((scores[i] - top) * _LOG2E, _LOWEST)
+def _exponentials(x, bits):
+    """Turn every x <= 0 into exp(x) in place; bits is scratch of its size."""
+    for i in range(x.size):
+        y = max(x[i] * _LOG2E, _LOWEST)
         whole = (y + _ROUND) - _ROUND
         f = y - whole
         p = _C6
@@ -51,129 +46,252 @@ def _softmax(scores, bits, n):
         p = p * f + _C2
         p = p * f + _C1
         p = p * f + _C0
-        scores[i] = p
+        x[i] = p
         bits[i] = (np.int32(whole) + np.int32(127)) << np.int32(23)
     powers = bits.view(np.float32)
-    for i in range(n):
-        scores[i] *= powers[i]
+    for i in range(x.size):
+        x[i] *= powers[i]
+
+
+@numba.njit(fastmath={"contract", "nsz"}, nogil=True, cache=True)
+def _softmax(scores, bits):
+    """Turn the scores [n] of one lane into exp(scores - max) in place and return their sum."""
+    top = scores[0]
+    for i in range(1, scores.size):
+        top = max(top, scores[i])
+    for i in range(scores.size):
+        scores[i] -= top
+    _exponentials(scores, bits)
     total = np.float32(0)
-    for i in range(n):
+    for i in range(scores.size):
         total += scores[i]
     return total
 
 
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True, cache=True)
-def _attend_block(
-    q, k, v, out, head, kv_head, first, last, slots, n, extra, extra_starts, extra_counts,
-    scale, soft_cap, scores, bits, tail,
-):  # fmt: skip
-    """One head of the tokens first..last-1, which all see slots[:n] before their own extra slots.
-
-    A row of K or V is read once for all of them; each token's sums are in the order of its slots,
-    whatever the block.
-    """
+def _softmax_of_lanes(scores, bits, seen, totals):
+    """`_softmax` of each column of scores [n, 16]; lane l has seen[l] scores, then zeros follow."""
+    n = scores.shape[0]
+    tops = totals
+    for lane in range(LANES):
+        tops[lane] = scores[0, lane]
+    for i in range(1, n):
+        for lane in range(LANES):
+            tops[lane] = max(tops[lane], scores[i, lane])
     for i in range(n):
-        row = k[slots[i], kv_head]
-        for t in range(first, last):
-            scores[t - first, i] = _dot(q[t, head], row) * scale
-    for t in range(first, last):
-        for i in range(extra_counts[t]):
-            row = k[extra[extra_starts[t] + i], kv_head]
-            scores[t - first, n + i] = _dot(q[t, head], row) * scale
-    whole = n - n % 4
-    for t in range(first, last):
-        seen = n + extra_counts[t]
-        own = scores[t - first]
-        if soft_cap > 0:
-            for i in range(seen):
-                own[i] = soft_cap * math.tanh(own[i] / soft_cap)
-        own[seen] = np.float32(1) if seen == 0 else _softmax(own, bits, seen)
-        for d in range(out.shape[2]):
-            out[t, head, d] = np.float32(0)
-    # Four rows of V per pass over the output.
-    for i in range(0, whole, 4):
-        v0, v1 = v[slots[i], kv_head], v[slots[i + 1], kv_head]
-        v2, v3 = v[slots[i + 2], kv_head], v[slots[i + 3], kv_head]
-        for t in range(first, last):
-            _add_four(out[t, head], scores[t - first], i, v0, v1, v2, v3)
-    for t in range(first, last):
-        own, to = scores[t - first], out[t, head]
-        for i in range(whole, n):
-            tail[i - whole] = slots[i]
-        for i in range(extra_counts[t]):
-            tail[n - whole + i] = extra[extra_starts[t] + i]
-        rest = n - whole + extra_counts[t]
-        fours = rest - rest % 4
-        for i in range(0, fours, 4):
-            v0, v1 = v[tail[i], kv_head], v[tail[i + 1], kv_head]
-            v2, v3 = v[tail[i + 2], kv_head], v[tail[i + 3], kv_head]
-            _add_four(to, own, whole + i, v0, v1, v2, v3)
-        for i in range(fours, rest):
-            p0 = own[whole + i]
-            v0 = v[tail[i], kv_head]
-            for d in range(to.size):
-                to[d] += p0 * v0[d]
-        total = own[whole + rest]
-        for d in range(to.size):
-            to[d] /= total
+        for lane in range(LANES):
+            scores[i, lane] -= tops[lane]
+    _exponentials(scores.reshape(n * LANES), bits)
+    for lane in range(LANES):
+        for i in range(seen[lane], n):
+            scores[i, lane] = np.float32(0)
+        totals[lane] = np.float32(0)
+    for i in range(n):
+        for lane in range(LANES):
+            totals[lane] += scores[i, lane]
+
+
+@numba.njit(nogil=True, cache=True)
+def _row(array, i, j):
+    """The address of array[i, j], whose last axis is contiguous."""
+    return array.ctypes.data + np.uintp(i * array.strides[0] + j * array.strides[1])
 
 
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True, cache=True)
-def _add_four(out, weights, i, v0, v1, v2, v3):
-    p0, p1, p2, p3 = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
-    for d in range(out.size):
-        out[d] = (((out[d] + p0 * v0[d]) + p1 * v1[d]) + p2 * v2[d]) + p3 * v3[d]
+def _attend_one(
+    q, k, v, out, t, head, kv_head, slots, n, further, scale, soft_cap, scores, bits
+):  # fmt: skip
+    """One head of token t, which sees slots[:n], then the slots `further`."""
+    size = q.shape[2]
+    query = _row(q, t, head)
+    for i in range(n):
+        if i + _AHEAD < n:
+            prefetch(_row(k, slots[i + _AHEAD], kv_head), size)
+        scores[i] = dot(_row(k, slots[i], kv_head), query, size) * scale
+    for i in range(further.size):
+        scores[n + i] = dot(_row(k, further[i], kv_head), query, size) * scale
+    seen = n + further.size
+    if soft_cap > 0:
+        for i in range(seen):
+            scores[i] = soft_cap * math.tanh(scores[i] / soft_cap)
+    total = np.float32(1) if seen == 0 else _softmax(scores[:seen], bits[:seen])
+    own = out[t, head]
+    size = own.size
+    for d in range(size):
+        own[d] = np.float32(0)
+    to = own.ctypes.data
+    whole = n - n % 4
+    for i in range(0, whole, 4):
+        if i + 8 <= n:
+            for j in range(i + 4, i + 8):
+                prefetch(_row(v, slots[j], kv_head), size)
+        weights = (scores[i], scores[i + 1], scores[i + 2], scores[i + 3])
+        rows = (
+            _row(v, slots[i], kv_head),
+            _row(v, slots[i + 1], kv_head),
+            _row(v, slots[i + 2], kv_head),
+            _row(v, slots[i + 3], kv_head),
+        )
+        add_rows(to, size, weights, rows)
+    for i in range(whole, n):
+        add_rows(to, size, (scores[i],), (_row(v, slots[i], kv_head),))
+    for i in range(further.size):
+        add_rows(to, size, (scores[n + i],), (_row(v, further[i], kv_head),))
+    for d in range(size):
+        own[d] /= total
+
+
+@numba.njit(fastmath={"contract", "nsz"}, nogil=True, cache=True)
+def _attend_lanes(
+    q, k, v, out, first, lanes, head, heads, kv_head, slots, n, further, further_counts,
+    scale, soft_cap, scores, bits, queries, sums, seen, totals,
+):  # fmt: skip
+    """`_attend_one` for up to 16 lanes that see the same slots[:n] before their further ones.
+
+    Lane l is token first + l // heads at head + l % heads. A row of K or V is read once for all;
+    every sum is in the order of `_attend_one`.
+    """
+    size = q.shape[2]
+    longest = n
+    for lane in range(LANES):
+        # Lanes to spare repeat the last one.
+        used = min(lane, lanes - 1)
+        token, h = used // heads, head + used % heads
+        for d in range(size):
+            queries[d, lane] = q[first + token, h, d]
+        seen[lane] = n + further_counts[token]
+        longest = max(longest, seen[lane])
+    columns = queries.ctypes.data
+    for i in range(n):
+        if i + _AHEAD < n:
+            prefetch(_row(k, slots[i + _AHEAD], kv_head), size)
+        dots(_row(k, slots[i], kv_head), columns, size, scores[i].ctypes.data)
+    for i in range(n):
+        for lane in range(LANES):
+            scores[i, lane] *= scale
+    for i in range(n, longest):
+        for lane in range(LANES):
+            scores[i, lane] = scores[0, lane]
+    for lane in range(lanes):
+        token, h = lane // heads, head + lane % heads
+        query = _row(q, first + token, h)
+        for i in range(further_counts[token]):
+            scores[n + i, lane] = dot(_row(k, further[token, i], kv_head), query, size) * scale
+    if soft_cap > 0:
+        for i in range(longest):
+            for lane in range(lanes):
+                scores[i, lane] = soft_cap * math.tanh(scores[i, lane] / soft_cap)
+    _softmax_of_lanes(scores[:longest], bits[: longest * LANES], seen, totals)
+    size = out.shape[2]
+    for lane in range(lanes):
+        for d in range(size):
+            sums[lane, d] = np.float32(0)
+    whole = n - n % 4
+    for i in range(0, whole, 4):
+        if i + 8 <= n:
+            for j in range(i + 4, i + 8):
+                prefetch(_row(v, slots[j], kv_head), size)
+        rows = (
+            _row(v, slots[i], kv_head),
+            _row(v, slots[i + 1], kv_head),
+            _row(v, slots[i + 2], kv_head),
+            _row(v, slots[i + 3], kv_head),
+        )
+        for lane in range(lanes):
+            weights = (
+                scores[i, lane], scores[i + 1, lane], scores[i + 2, lane], scores[i + 3, lane]
+            )  # fmt: skip
+            add_rows(sums[lane].ctypes.data, size, weights, rows)
+    for i in range(whole, n):
+        row = _row(v, slots[i], kv_head)
+        for lane in range(lanes):
+            add_rows(sums[lane].ctypes.data, size, (scores[i, lane],), (row,))
+    for lane in range(lanes):
+        token, h = lane // heads, head + lane % heads
+        for i in range(further_counts[token]):
+            row = _row(v, further[token, i], kv_head)
+            add_rows(sums[lane].ctypes.data, size, (scores[n + i, lane],), (row,))
+        for d in range(size):
+            out[first + token, h, d] = sums[lane, d] / totals[lane]
 
 
 def _attend(
     q, k, v, out, table, rows, starts, counts, extra, extra_starts, extra_counts,
     scale, soft_cap, threads,
 ):  # fmt: skip
-    tokens, heads, _ = q.shape
+    tokens, heads, size = q.shape
     group = heads // k.shape[1]
-    # Blocks of tokens that see the same slots of the same row: the nodes of a tree, and all
-    # tokens of a request in cross-attention.
+    # Heads of a group that share the lanes of a vector.
+    together = group
+    while together > LANES or group % together:
+        together -= 1
+    # Blocks of tokens that see the same slots of a row but for a few: the nodes of a tree, tokens
+    # that follow each other in a prompt, and all tokens of a request in cross-attention.
     begins = np.empty(tokens + 1, np.int64)
     blocks = 0
     longest = 0
     most = 0
     for t in range(tokens):
+        b = begins[blocks - 1] if t > 0 else 0
         same = (
             t > 0
-            and t - begins[blocks - 1] < _BLOCK
-            and rows[t] == rows[t - 1]
-            and starts[t] == starts[t - 1]
-            and counts[t] == counts[t - 1]
+            and (t - b + 1) * together <= LANES
+            and rows[t] == rows[b]
+            and starts[t] == starts[b]
+            and counts[b] <= counts[t] <= counts[b] + LANES
         )
         if not same:
             begins[blocks] = t
             blocks += 1
+            b = t
         longest = max(longest, counts[t] + extra_counts[t])
-        most = max(most, extra_counts[t])
+        most = max(most, counts[t] - counts[b] + extra_counts[t])
     begins[blocks] = tokens
-    # Whole groups share the K/V they read; single heads keep all threads busy when tasks are few.
-    per_task = group if blocks * k.shape[1] >= 4 * threads else 1
-    tasks = blocks * (heads // per_task)
+    tasks = blocks * (heads // together)
     # Strided and not in blocks of tasks: in a prefill the last tokens see the most. Head by head:
     # tokens of one request read the same K/V.
     for thread in numba.prange(threads):
         slots = np.empty(longest, np.int64)
-        scores = np.empty((_BLOCK, longest + 1), np.float32)
-        bits = np.empty(longest, np.int32)
-        tail = np.empty(most + 3, np.int64)
+        further = np.empty((LANES, most), np.int64)
+        further_counts = np.empty(LANES, np.int64)
+        scores = np.empty((longest + 1, LANES), np.float32)
+        bits = np.empty((longest + 1) * LANES, np.int32)
+        queries = np.empty((size, LANES), np.float32)
+        sums = np.empty((LANES, out.shape[2]), np.float32)
+        seen = np.empty(LANES, np.int64)
+        totals = np.empty(LANES, np.float32)
         for task in range(thread, tasks, threads):
             turn = task // blocks
             # Rotated, so that no thread gets one block's heads only.
             block = (task + turn) % blocks
-            t = begins[block]
-            n = counts[t]
+            first, last = begins[block], begins[block + 1]
+            head = turn * together
+            n = counts[first]
             for i in range(n):
-                slots[i] = table[rows[t], starts[t] + i]
-            for h in range(turn * per_task, (turn + 1) * per_task):
-                _attend_block(
-                    q, k, v, out, h, h // group, t, begins[block + 1], slots, n,
-                    extra, extra_starts, extra_counts, scale, soft_cap, scores, bits, tail,
+                slots[i] = table[rows[first], starts[first] + i]
+            for t in range(first, last):
+                own = further[t - first]
+                behind = counts[t] - n
+                for i in range(behind):
+                    own[i] = table[rows[t], starts[t] + n + i]
+                for i in range(extra_counts[t]):
+                    own[behind + i] = extra[extra_starts[t] + i]
+                further_counts[t - first] = behind + extra_counts[t]
+            lanes = (last - first) * together
+            if lanes >= _FEW and n > 0:
+                _attend_lanes(
+                    q, k, v, out, first, lanes, head, together, head // group, slots, n,
+                    further, further_counts, scale, soft_cap,
+                    scores, bits, queries, sums, seen, totals,
                 )  # fmt: skip
+                continue
+            flat = scores.reshape(scores.size)
+            for t in range(first, last):
+                own = further[t - first, : further_counts[t - first]]
+                for h in range(head, head + together):
+                    _attend_one(
+                        q, k, v, out, t, h, h // group, slots, n, own, scale, soft_cap, flat, bits
+                    )  # fmt: skip
 
 
 _attend_parallel = numba.njit(parallel=True, nogil=True, cache=True)(_attend)

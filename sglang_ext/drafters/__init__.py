@@ -72,6 +72,9 @@ class Drafter(Protocol):
     A drafter may also have
     - `prefill(requests)`: called for requests whose prompt the target is about to read, before
       start; their output is empty. Not every request passes here (retracted ones may not).
+    - `verified(request, tree, predicted)`: called between propose and observe where every verified
+      node was asked: `tree` is what was verified of the proposed one, `predicted` the target's
+      token after the root, then after each of its nodes, those behind a rejected one included.
     - `check(params)`: raises ValueError for custom_params that it cannot use; called where the
       client gets the message. A static method.
     - `counters`: a mapping of totals since the start by name, reported as a metric.

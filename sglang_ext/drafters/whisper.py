@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_ext import models
@@ -81,6 +82,14 @@ class WhisperDrafter:
         trees = self._specasr.propose([request.state for request in requests], max_nodes)
         return [_token_tree(tree) for tree in trees]
 
+    def verified(self, request: DraftRequest, tree: TokenTree, predicted: Sequence[int]) -> None:
+        """Take the target's tokens, those behind a rejected one included."""
+        proposed = request.state.proposed
+        n = len(tree)
+        # Where the output must end soon, nodes too deep were left out: theirs is another order.
+        if proposed is not None and np.array_equal(tree.tokens, proposed.tokens[:n]):
+            self._specasr.verified(request.state, predicted)
+
     def observe(self, request: DraftRequest, tokens: Sequence[int]) -> None:
         """Follow what the target committed."""
         self._specasr.commit(request.state, tokens)
@@ -115,7 +124,9 @@ class WhisperDrafter:
 def server_options(options: Options) -> SpecASROptions:
     """The options of requests that set none."""
     return SpecASROptions(
-        mode=options.specasr_mode, length=options.asp_length, threshold=options.asp_threshold
+        mode=options.specasr_mode,
+        length=options.asp_length or None,
+        threshold=options.asp_threshold,
     )
 
 

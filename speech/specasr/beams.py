@@ -28,10 +28,10 @@ def draft_beams(
     options: SpecASROptions,
     room: int,
 ) -> Generator[Feed, list[Prediction], DraftTree]:
-    """At each of `options.length` steps, the `options.beams` likeliest ways to go on."""
+    """At each of `options.trunk_length` steps, the `options.beams` likeliest ways to go on."""
     tree = DraftTree()
     chain.forget_draft(transcript.spelled())
-    if not (yield from catch_up(chain, transcript, vocabularies, options.length, room)):
+    if not (yield from catch_up(chain, transcript, vocabularies, options.trunk_length, room)):
         return tree
     start = find_start(chain, transcript, vocabularies)
     length = start.length
@@ -46,7 +46,7 @@ def draft_beams(
         node = ROOT
     beams = [_Beam(node, length - 1, chain.predictions[-1])]
     chain.drafted = chain.tokens[:length]
-    for left in reversed(range(min(options.length, room - length) - (node != ROOT))):
+    for left in reversed(range(min(options.trunk_length, room - length) - (node != ROOT))):
         grown = _likeliest(tree, beams, options.beams)
         nodes = [tree.add(beam.node, token, prob) for beam, token, prob in grown]
         chain.decoded += len(nodes)

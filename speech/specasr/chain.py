@@ -17,6 +17,8 @@ class Chain:
         predictions: what comes after each token of the chain.
         drafted: the tokens of the last draft, committed ones included: the chain and, as a rule, a
             last token that was not fed.
+        start: where in `drafted` the last trunk begins.
+        choices: by place in `drafted`, the target's own token there, given the draft before it.
         decoded, recycled: tokens of drafts, since whoever counts them set them to 0.
     """
 
@@ -24,6 +26,8 @@ class Chain:
         self.cache = cache
         self.predictions: list[Prediction] = []
         self.drafted: list[int] = []
+        self.start = 0
+        self.choices: dict[int, int] = {}
         self.decoded = 0
         self.recycled = 0
 
@@ -50,6 +54,7 @@ class Chain:
         """Forget everything but the audio: what is needed is fed again."""
         self.truncate(0)
         self.drafted = []
+        self.choices = {}
 
     def feed(self, tokens: Sequence[int]) -> Feeding:
         """Run `tokens` after the chain's end."""

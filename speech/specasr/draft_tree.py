@@ -69,6 +69,7 @@ class TargetTree:
         parents: int32 [n], -1 for the root's children.
         probs: float32 [n], never growing from parent to child.
         covered: int32 [n], how many of the draft model's tokens the path to a node completes.
+        ends: int32 [n], which of the trunk's tokens (from 0) ends with a node; -1 for none.
         trunk: nodes on the draft's trunk.
     """
 
@@ -76,6 +77,7 @@ class TargetTree:
     parents: npt.NDArray[np.int32]
     probs: npt.NDArray[np.float32]
     covered: npt.NDArray[np.int32]
+    ends: npt.NDArray[np.int32]
     trunk: int
 
     def __len__(self) -> int:
@@ -95,9 +97,13 @@ def to_target(
     for path in tree.paths():
         node = ROOT
         spelled = _spell_path(tree, path, transcript, vocabularies)
+        on_trunk = bool(tree.trunk) and path[-1] == tree.trunk[-1]
         for piece in spelled:
-            node = trie.child(node, piece, path.index(piece.source) + piece.is_whole)
-        if tree.trunk and path[-1] == tree.trunk[-1]:
+            place = path.index(piece.source)
+            node = trie.child(node, piece, place + piece.is_whole)
+            if on_trunk and piece.is_whole:
+                trie.ends[node] = place
+        if on_trunk:
             trunk = len(spelled)
     return trie.best(max_nodes, trunk)
 
@@ -189,6 +195,7 @@ class _Trie:
         self._parents: list[int] = []
         self._sources: list[set[int]] = []
         self._covered: list[int] = []
+        self.ends: dict[int, int] = {}
 
     def child(self, parent: int, piece: _Piece, covered: int) -> int:
         """The child of `parent` with the piece's token, made if it is not there."""
@@ -216,5 +223,6 @@ class _Trie:
             np.array([place[self._parents[node]] for node in order], dtype=np.int32),
             np.array([probs[node] for node in order], dtype=np.float32),
             np.array([self._covered[node] for node in order], dtype=np.int32),
+            np.array([self.ends.get(node, -1) for node in order], dtype=np.int32),
             min(trunk, max_nodes),
         )

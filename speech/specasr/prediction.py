@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from speech.specasr.chain import Chain
 from speech.specasr.draft_model import Feed, Prediction
 from speech.specasr.draft_tree import ROOT, DraftTree
+from speech.specasr.feedback import Guess, advised
 from speech.specasr.options import SpecASROptions
 from speech.specasr.recycling import OldDraft
 from speech.specasr.transcript import Transcript
@@ -51,11 +52,11 @@ def draft_trunk(
     tree = DraftTree()
     if options.mode != "recycling":
         chain.forget_draft(transcript.spelled())
-    if not (yield from catch_up(chain, transcript, vocabularies, options.length, room)):
+    if not (yield from catch_up(chain, transcript, vocabularies, options.trunk_length, room)):
         return tree
     start = find_start(chain, transcript, vocabularies)
     threshold = 0.0 if options.mode == "fixed" else options.threshold
-    length = min(options.length, room - start.length)
+    length = min(options.trunk_length, room - start.length)
     yield from extend(chain, tree, start, vocabularies, length, lambda prob, _: prob < threshold)
     return tree
 
@@ -130,11 +131,19 @@ def extend(
     """
     position = start.length  # of the next token in the chain
     drafted = chain.tokens[:position]
-    old = OldDraft.line_up(chain.drafted, drafted, vocabularies.draft.key)
+    old = OldDraft.line_up(chain.drafted, drafted, vocabularies.draft.key, chain.choices)
     checked = start.token is None  # the old draft's next token was fed, or decoded, before
     node = ROOT
     while len(tree.trunk) < length:
-        token, prob, chance, text = _next(chain, start, position, first=not tree.trunk)
+        text = None
+        if start.token is not None and not tree.trunk:
+            text = start.text
+            token, prob, chance = Guess(start.token, start.prob, start.prob)
+        else:
+            prediction = chain.predictions[position - 1]
+            own = Guess(prediction.tokens[0], prediction.probs[0], prediction.chances[0])
+            token, prob, chance = advised(own, prediction, old, vocabularies)
+            chance *= 1.0 if tree.trunk else start.prob
         recycled = checked and old.rest()[:1] == [token]
         chain.recycled += recycled
         chain.decoded += not recycled
@@ -155,15 +164,5 @@ def extend(
     ended = drafted[-1:] == [vocabularies.draft.end]
     # What was not reached may still be once the doubtful token is settled.
     chain.drafted = drafted if ended else drafted + old.rest()
+    chain.start, chain.choices = start.length, {}
     chain.truncate(chain.common(chain.tokens))
-
-
-def _next(
-    chain: Chain, start: Start, position: int, first: bool
-) -> tuple[int, float, float, bytes | None]:
-    """The trunk's next token, probability and chance, and its text if not all of the token's."""
-    if first and start.token is not None:
-        return start.token, start.prob, start.prob, start.text
-    prediction = chain.predictions[position - 1]
-    chance = prediction.chances[0] * (start.prob if first else 1.0)
-    return prediction.tokens[0], prediction.probs[0], chance, None

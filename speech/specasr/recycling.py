@@ -10,7 +10,7 @@ and shows where the model, knowing it, would no longer say the same. The draft i
 model would have decoded alone, in a fraction of the passes.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 # While tokens do not meet, each may shift the two by one more.
 _WIDEST = 3
@@ -33,9 +33,16 @@ class OldDraft:
         tokens: the old draft from its rejected token on.
         key: tokens of one key are taken for the same (" Middle" for " middle"): a wrong guess
             costs nothing, since what comes behind is checked.
+        choices: by place among `tokens`, what the target said in that place.
     """
 
-    def __init__(self, tokens: Sequence[int], key: Callable[[int], Hashable]) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        key: Callable[[int], Hashable],
+        choices: Mapping[int, int] | None = None,
+    ) -> None:
+        self._choices = choices or {}
         self._tokens = list(tokens)
         self._keys = [key(token) for token in self._tokens]
         self._key = key
@@ -45,18 +52,24 @@ class OldDraft:
 
     @classmethod
     def line_up(
-        cls, drafted: Sequence[int], committed: Sequence[int], key: Callable[[int], Hashable]
+        cls,
+        drafted: Sequence[int],
+        committed: Sequence[int],
+        key: Callable[[int], Hashable],
+        choices: Mapping[int, int] | None = None,
     ) -> "OldDraft":
         """What is left of `drafted` behind the committed tokens.
 
         Args:
             drafted: the tokens of the last draft, with what was committed before it.
             committed: all tokens committed by now.
+            choices: by place in `drafted`, what the target said in that place.
         """
         same = 0
         while same < min(len(drafted), len(committed)) and drafted[same] == committed[same]:
             same += 1
-        old = cls(drafted[same:], key)
+        choices = {place - same: token for place, token in (choices or {}).items()}
+        old = cls(drafted[same:], key, choices)
         for token in committed[same:]:
             old.meet(token)
         return old
@@ -65,16 +78,36 @@ class OldDraft:
         """The old tokens from the current position on, as they are lined up."""
         return self._tokens[max(0, self._position + self._shift) :]
 
+    @property
+    def met(self) -> bool:
+        """Whether the last token met the old draft."""
+        return self._unmet == 0
+
+    def choice(self) -> int | None:
+        """What the target said in the next token's place; None: it was not asked."""
+        return self._choices.get(self._position + self._shift)
+
+    def would_meet(self, token: int) -> bool:
+        """Whether `token` would meet the old draft."""
+        return self._offset(token) is not None
+
     def meet(self, token: int) -> bool:
         """Take the next token in the old draft's place; True where the two meet there."""
-        expected = self._position + self._shift
+        offset = self._offset(token)
         self._position += 1
+        if offset is None:
+            self._unmet += 1
+            return False
+        self._shift += offset
+        self._unmet = 0
+        return True
+
+    def _offset(self, token: int) -> int | None:
+        """How far from its place the old draft has the next token; None: it does not."""
+        expected = self._position + self._shift
         key = self._key(token)
         for offset in offsets(self._unmet):
             index = expected + offset
             if 0 <= index < len(self._keys) and self._keys[index] == key:
-                self._shift += offset
-                self._unmet = 0
-                return True
-        self._unmet += 1
-        return False
+                return offset
+        return None

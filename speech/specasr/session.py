@@ -102,6 +102,20 @@ class SpecASR:
         session.transcript.append(tokens)
         session.since += tokens
 
+    def verified(self, session: DraftSession, predicted: Sequence[int]) -> None:
+        """The target has verified the best nodes of the last tree; `commit` comes next.
+
+        Args:
+            predicted: the target's token after the root, then after each of these nodes.
+        """
+        chain, tree = session.chain, session.proposed
+        if chain is None or tree is None or not session.options.uses_feedback:
+            return
+        chain.choices[chain.start] = predicted[0]
+        for end, token in zip(tree.ends.tolist(), predicted[1:], strict=False):
+            if end >= 0:
+                chain.choices[chain.start + end + 1] = token
+
     def close(self, session: DraftSession) -> None:
         """The request is over; the session is not used again."""
         self._count_accepted(session)

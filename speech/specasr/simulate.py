@@ -18,6 +18,8 @@ from speech.specasr.session import SpecASR
 
 # How many of a tree's nodes, best first, are verified.
 Choice = Callable[[TargetTree], int]
+# (utterance, output so far, tree, n) -> the target's token after the root and the first n nodes.
+Target = Callable[["Utterance", Sequence[int], TargetTree, int], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,12 @@ def simulate(
     choice: Choice = best_gain,
     node_cost: float = 0.05,
     batch: int = 1,
+    target: Target | None = None,
 ) -> Simulation:
     """Decode all utterances, `batch` at once.
+
+    Args:
+        target: for options.feedback, which goes without it otherwise.
 
     Raises:
         AssertionError: an output differs from the target's own; it cannot.
@@ -142,7 +148,7 @@ def simulate(
     before = specasr.counters.as_dict()
     for first in range(0, len(utterances), batch):
         _run_batch(specasr, utterances[first : first + batch], options, max_nodes, choice,
-                   node_cost, result)  # fmt: skip
+                   node_cost, result, target)  # fmt: skip
     done = {name: value - before[name] for name, value in specasr.counters.as_dict().items()}
     result.draft_steps = done["draft_steps"]
     result.decoded, result.recycled = done["decoded_tokens"], done["recycled_tokens"]
@@ -160,6 +166,7 @@ def _run_batch(
     choice: Choice,
     node_cost: float,
     result: Simulation,
+    target: Target | None,
 ) -> None:
     sessions = [specasr.open(utterance.prompt, options) for utterance in utterances]
     specasr.encode(sessions, [utterance.features for utterance in utterances])
@@ -176,6 +183,9 @@ def _run_batch(
             left = utterances[i].output[len(outputs[i]) :]
             path = _accepted(tree, n, left)
             committed = list(left[: len(path) + 1])
+            if target is not None:
+                said = target(utterances[i], outputs[i], tree, n)
+                specasr.verified(sessions[i], said)
             result.rounds += 1
             result.verified += n
             result.accepted += len(path)

@@ -68,10 +68,10 @@ def draft_sparse_tree(
         max_nodes: nodes of use at most.
     """
     tree = DraftTree()
-    if not (yield from catch_up(chain, transcript, vocabularies, options.length, room)):
+    if not (yield from catch_up(chain, transcript, vocabularies, options.trunk_length, room)):
         return tree
     start = find_start(chain, transcript, vocabularies)
-    length = min(options.length, max_nodes, room - start.length)
+    length = min(options.trunk_length, max_nodes, room - start.length)
     yield from extend(chain, tree, start, vocabularies, length, lambda _, reach: reach < FLOOR)
     trunk = _Path(0, ROOT, -1)
     for node in tree.trunk:
@@ -93,10 +93,15 @@ def _branches(chain: Chain, tree: DraftTree, start: Start, max_nodes: int) -> li
         if (i == 0 and start.token is not None) or before >= len(chain):
             continue
         prediction = chain.predictions[before]
-        if prediction.chances[0] >= DOUBTFUL:
+        above = tree.prob(tree.parents[node])
+        given = tree.probs[node] / max(1e-9, above)
+        if given >= DOUBTFUL:
             continue
-        branch = _Path(i, tree.parents[node], before, reach=tree.prob(tree.parents[node]))
-        branch.add(prediction.tokens[1], prediction.chances[1] * (start.prob if i == 0 else 1.0))
+        # The trunk has the target's earlier choice where it is not the model's likeliest token.
+        second = int(prediction.tokens[0] == tree.tokens[node])
+        branch = _Path(i, tree.parents[node], before, reach=above)
+        chance = prediction.chances[second] * (start.prob if i == 0 else 1.0)
+        branch.add(prediction.tokens[second], min(chance, 1 - given))
         if branch.reach >= FLOOR:
             branches.append(branch)
     branches.sort(key=lambda branch: -branch.reach)

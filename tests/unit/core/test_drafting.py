@@ -122,6 +122,28 @@ def test_unknown_drafter_from_inside_decodes_plainly(monkeypatch, caplog):
     assert "custom_params.drafter" in caplog.text
 
 
+class Verified(Recorder):
+    def verified(self, request, tree, predicted):
+        self.calls.append(("verified", request.rid, tree.tokens.tolist(), predicted))
+        if 99 in predicted:
+            raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_drafters_that_ask_are_told_what_the_target_said_at_every_node(broken, monkeypatch, caplog):
+    drafter, other = Verified(TokenTree.chain([5, 6])), Recorder(TokenTree.chain([5]))
+    plan = planner(monkeypatch, a=drafter, b=other)
+    running = plan.requests.update([request("x", [1]), request("y", [1], drafter="b")], None)
+    trees, width = plan.plan(running)
+    index = np.array([[0, -1, -1], [3, -1, -1]], dtype=np.int32)
+    said = np.array([[7, 99 if broken else 8, 9], [1, 2, 0]], dtype=np.int32)
+    plan.observe(running, trees, pack([1, 1], trees, width), index, said)
+    assert drafter.calls[-1] == ("verified", "x", [5, 6], said[0].tolist())
+    assert ("failed on what was verified" in caplog.text) == broken
+    plan.observe(running, trees, pack([1, 1], trees, width), index)  # sampled: not told
+    assert [call[0] for call in drafter.calls].count("verified") == 1
+
+
 def test_auto_budget_stops_verifying_what_is_never_accepted(monkeypatch):
     tree = TokenTree.chain([5] * 7, prob=0.9)
     plan = planner(monkeypatch, budget="auto", a=Recorder(tree))

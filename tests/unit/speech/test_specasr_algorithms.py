@@ -206,6 +206,47 @@ def test_branches_grow_in_one_pass_each():
     assert max(three.passes) >= 3
 
 
+def said(text: str, tree, upto: int = 64) -> list[int]:
+    """What a target that reads `text` from the tree's root on says after the root and each node,
+    whatever wrong letter stands before."""
+    depths: list[int] = []
+    for parent in tree.parents[:upto]:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return [ord(text[0])] + [ord(text[depth + 1]) for depth in depths]
+
+
+@pytest.mark.parametrize(
+    ("feedback", "draft"), [(True, "dEfgHij"), (False, "defghij")], ids=["feedback", "none"]
+)
+def test_what_the_target_said_behind_a_rejected_token_advises_the_next_draft(feedback, draft):
+    # The target writes bCdEfgHij where the draft model hears bcdefghij: C is where it is rejected.
+    specasr, session, tree = propose(reader("abcdefghij"), "tsp", "a", feedback=feedback)
+    assert leaves(tree)[0].startswith("bcdefghij")
+    specasr.verified(session, said("bCdEfgHij.....", tree))
+    specasr.commit(session, [ord("b"), ord("C")])
+    (tree,) = specasr.propose([session], 64)
+    assert any(leaf.startswith(draft) for leaf in leaves(tree))
+    assert any(leaf.startswith("dE") for leaf in leaves(tree)) == feedback
+
+
+def test_advice_ends_with_the_nodes_that_were_verified():
+    specasr, session, tree = propose(reader("abcdefghij"), "tsp", "a")
+    specasr.verified(session, said("bCdEfgHij.....", tree, upto=4))
+    specasr.commit(session, [ord("b"), ord("C")])
+    (tree,) = specasr.propose([session], 64)
+    assert any(leaf.startswith("dEfghij") for leaf in leaves(tree))
+    assert not any("H" in leaf for leaf in leaves(tree))
+
+
+@pytest.mark.parametrize("mode", ["fixed", "asp", "recycling"])
+def test_the_papers_other_modes_take_no_advice(mode):
+    specasr, session, tree = propose(reader("abcdefghij"), mode, "a", length=9)
+    specasr.verified(session, said("bCdEfgHij.....", tree))
+    specasr.commit(session, [ord("b"), ord("C")])
+    (tree,) = specasr.propose([session], 64)
+    assert leaves(tree)[0].startswith("defghij")
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(8))
 def test_any_mode_follows_any_output(mode, seed):
@@ -219,8 +260,13 @@ def test_any_mode_follows_any_output(mode, seed):
     totals = []
     for batch in (1, 5):
         specasr = SpecASR(random_model(seed), SAME)
-        result = simulate(specasr, utterances, options, 20, all_nodes,
-                          batch=batch)  # fmt: skip
+
+        def say(utterance, output, tree, n):
+            chatter = random.Random(repr((utterance.output, output)))
+            return [chatter.choice([97, 98, 99, END]) for _ in range(n + 1)]
+
+        result = simulate(specasr, utterances, options, 20, all_nodes, batch=batch,
+                          target=say if seed % 2 else None)  # fmt: skip
         totals.append((result.rounds, result.verified, result.accepted))
         assert result.tokens == sum(len(u.output) - 1 for u in utterances)
     assert totals[0] == totals[1]
@@ -291,6 +337,7 @@ def test_best_gain_weighs_chances_against_cost():
         ({"beams": True}, "specasr.beams True"),
         ({"threshold": 1.5}, r"specasr.threshold 1.5: expected a number 0\.\.1"),
         ({"threshold": "0.4"}, "specasr.threshold '0.4'"),
+        ({"feedback": 1}, "specasr.feedback 1: expected true or false"),
         ({"beam": 2}, "specasr.beam is unknown; expected mode, length"),
         (["tsp"], "specasr must be an object"),
     ],

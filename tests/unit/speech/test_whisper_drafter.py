@@ -6,6 +6,7 @@ import torch
 from sglang_ext.drafters import Drafter, DrafterContext, DrafterError, DraftRequest
 from sglang_ext.drafters.whisper import WhisperDrafter, server_options
 from sglang_ext.options import Options
+from sglang_ext.tree import TokenTree
 from speech.specasr.options import MODES, SpecASROptions
 from tests.unit.speech.specasr_models import FRAMES, MEL_BINS, POSITIONS, vocab, write_whisper
 
@@ -142,6 +143,19 @@ def test_a_requests_options(drafter):
         WhisperDrafter.check({"specasr": {"mode": "best"}})
     WhisperDrafter.check({})
     WhisperDrafter.check({"specasr": {"mode": "asp", "length": 8}, "other": 1})
+
+
+def test_what_the_target_said_is_taken_only_for_the_nodes_that_it_verified(drafter):
+    one = request()
+    begin(drafter, one)
+    (tree,) = drafter.propose([one], 15)
+    session = one.state
+    drafter.verified(one, tree.first(2), [98, 99, 97])
+    assert session.chain.choices[session.chain.start] == 98
+    session.chain.choices.clear()
+    other = TokenTree(tree.tokens + 1, tree.parents, tree.probs)
+    drafter.verified(one, other, [98] * (len(other) + 1))
+    assert session.chain.choices == {}
 
 
 def test_server_options_are_the_defaults():
