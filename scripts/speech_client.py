@@ -21,6 +21,7 @@ from speech.audio import SAMPLE_RATE
 MAX_NEW_TOKENS = 224  # openai-whisper's limit: half of the decoder's positions
 AUTOREGRESSIVE = "AR"
 TWO_PASS = "TSP"
+PUBLISHED_TWO_PASS = "TSP (paper)"
 # custom_params by the name in SpecASR's tables.
 MODES: dict[str, dict[str, Any]] = {
     AUTOREGRESSIVE: {"drafter": "none"},
@@ -29,6 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
     "(8,2)": {"specasr": {"mode": "fixed", "length": 8, "beams": 2}},
     "ASP": {"specasr": {"mode": "asp"}},
     "ASP+recycling": {"specasr": {"mode": "recycling"}},
+    PUBLISHED_TWO_PASS: {"specasr": {"mode": "tsp", "length": 24, "feedback": False}},
     TWO_PASS: {"specasr": {"mode": "tsp"}},
 }
 BASELINES = ("(8,1)", "(16,1)", "(8,2)")

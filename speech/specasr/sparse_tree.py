@@ -21,9 +21,9 @@ from speech.specasr.vocabulary import Vocabularies
 # Positions, from its own, at which a branch may meet another.
 _OFFSETS = (0, -1, 1)
 # A trunk's token below this chance is doubtful: its second-best is tried.
-DOUBTFUL = 0.8
+DOUBTFUL = 0.9
 # What is less likely than this to be on the output's path is not worth a place in a verify step.
-FLOOR = 0.15
+FLOOR = 0.08
 # Tokens that a branch may take to rejoin.
 BRANCH_LENGTH = 8
 

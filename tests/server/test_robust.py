@@ -172,7 +172,10 @@ def refused(server: Server) -> str:
         (MODEL, [*SSSD, "--prefix-length", "0"], "--prefix-length='0'"),
         (MODEL, [*SSSD, "--speculative-num-draft-tokens", "900"], "expected 2 to 64"),
         (MODEL, ["--port", "99999"], "--port 99999"),
-        ("whisper-base", SSSD, "does not serve encoder-decoder models yet"),
+        (MODEL, [*SSSD, "--draft-model", "whisper-tiny.en"], "SpecASR needs a Whisper"),
+        ("whisper-base", [*SSSD, "--draft-model", MODEL], "SpecASR needs a Whisper"),
+        ("whisper-base", [*SSSD, "--draft-model", "whisper-tini.en"], "whisper-tiny.en"),
+        ("whisper-base", [*SSSD, "--drafter", "specasr"], "--drafter specasr needs --draft-model"),
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line(model, flags, message):
