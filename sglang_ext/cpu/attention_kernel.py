@@ -6,6 +6,9 @@ reads K and V through these slots; nothing is gathered or padded. A token's outp
 its query and of the visible K/V in order, and of nothing else in the batch: the same token gets the
 same bits from decode, extend and verify. Sums are in fp32.
 
+One function calls the others, and it alone is kept in numba's cache: helpers that come from the
+cache, or that another function was compiled with before, make the loop half as fast.
+
 numba and not torch: at batch 1 a gather per layer costs more than the attention itself, and SDPA's
 order of sums changes with the shape it is given.
 """
@@ -32,7 +35,7 @@ _FEW = 4
 _AHEAD = 4
 
 
-@numba.njit(fastmath={"contract", "nsz"}, nogil=True, cache=True)
+@numba.njit(fastmath={"contract", "nsz"}, nogil=True)
 def _exponentials(x, bits):
     """Turn every x <= 0 into exp(x) in place; bits is scratch of its size."""
     for i in range(x.size):
@@ -53,7 +56,7 @@ def _exponentials(x, bits):
         x[i] *= powers[i]
 
 
-@numba.njit(fastmath={"contract", "nsz"}, nogil=True, cache=True)
+@numba.njit(fastmath={"contract", "nsz"}, nogil=True)
 def _softmax(scores, bits):
     """Turn the scores [n] of one lane into exp(scores - max) in place and return their sum."""
     top = scores[0]
@@ -68,7 +71,7 @@ def _softmax(scores, bits):
     return total
 
 
-@numba.njit(fastmath={"contract", "nsz"}, nogil=True, cache=True)
+@numba.njit(fastmath={"contract", "nsz"}, nogil=True)
 def _softmax_of_lanes(scores, bits, seen, totals):
     """`_softmax` of each column of scores [n, 16]; lane l has seen[l] scores, then zeros follow."""
     n = scores.shape[0]
@@ -91,13 +94,13 @@ def _softmax_of_lanes(scores, bits, seen, totals):
             totals[lane] += scores[i, lane]
 
 
-@numba.njit(nogil=True, cache=True)
+@numba.njit(nogil=True)
 def _row(array, i, j):
     """The address of array[i, j], whose last axis is contiguous."""
     return array.ctypes.data + np.uintp(i * array.strides[0] + j * array.strides[1])
 
 
-@numba.njit(fastmath={"contract", "nsz"}, nogil=True, cache=True)
+@numba.njit(fastmath={"contract", "nsz"}, nogil=True)
 def _attend_one(
     q, k, v, out, t, head, kv_head, slots, n, further, scale, soft_cap, scores, bits
 ):  # fmt: skip
@@ -141,7 +144,7 @@ def _attend_one(
         own[d] /= total
 
 
-@numba.njit(fastmath={"contract", "nsz"}, nogil=True, cache=True)
+@numba.njit(fastmath={"contract", "nsz"}, nogil=True)
 def _attend_lanes(
     q, k, v, out, first, lanes, head, heads, kv_head, slots, n, further, further_counts,
     scale, soft_cap, scores, bits, queries, sums, seen, totals,
@@ -215,6 +218,7 @@ def _attend_lanes(
             out[first + token, h, d] = sums[lane, d] / totals[lane]
 
 
+@numba.njit(parallel=True, nogil=True, cache=True)
 def _attend(
     q, k, v, out, table, rows, starts, counts, extra, extra_starts, extra_counts,
     scale, soft_cap, threads,
@@ -294,10 +298,6 @@ def _attend(
                     )  # fmt: skip
 
 
-_attend_parallel = numba.njit(parallel=True, nogil=True, cache=True)(_attend)
-_attend_alone = numba.njit(nogil=True, cache=True)(_attend)
-
-
 def attend(
     q: np.ndarray,
     k: np.ndarray,
@@ -327,6 +327,5 @@ def attend(
         threads: how many threads share the work; 1 for work that does not pay waking others. The
             result does not depend on it.
     """
-    run = _attend_parallel if threads > 1 else _attend_alone
-    run(q, k, v, out, table, rows, starts, counts, extra, extra_starts, extra_counts,
-        scale, soft_cap, threads)  # fmt: skip
+    _attend(q, k, v, out, table, rows, starts, counts, extra, extra_starts, extra_counts,
+            scale, soft_cap, threads)  # fmt: skip
