@@ -77,6 +77,55 @@ class DraftPlanner:
         if self._active and self.requests.prefill(reqs) and self.metrics is not None:
             self.metrics.note_step("draft_prefill", time.perf_counter() - start)
 
+    def foresee(self, reqs: Sequence["Req"]) -> list[TokenTree]:
+        """For each request that `prefill` was told of, a chain to be read behind its prompt."""
+        chains = [TokenTree.empty()] * len(reqs)
+        # A request that was retracted goes on behind its output; its drafter knows the prompt only.
+        running = [None if req.output_ids else self.requests.prefilled(req) for req in reqs]
+        start = time.perf_counter()
+        for drafter in self.drafters.values():
+            hook = getattr(drafter, "foresee", None)
+            rows = [i for i, r in enumerate(running) if r is not None and r.drafter is drafter]
+            if hook is None or not rows:
+                continue
+            drafts = [(i, r) for i in rows if (r := running[i]) is not None and _depth(r) > 0]
+            try:
+                for (i, r), chain in zip(
+                    drafts, hook([r.draft for _, r in drafts], self._max_width - 1), strict=True
+                ):
+                    chain.check(self._vocab_size)
+                    chains[i] = chain.clipped(_depth(r))
+            except Exception:
+                logger.exception("drafter %s failed to foresee", type(drafter).__name__)
+        if self.metrics is not None and any(map(len, chains)):
+            self.metrics.note_step("draft", time.perf_counter() - start)
+        return chains
+
+    def foreseen(
+        self,
+        reqs: Sequence["Req"],
+        chains: Sequence[TokenTree],
+        predicted: Sequence[Sequence[int]],
+    ) -> None:
+        """What the target said behind each request's prompt and after its chain's tokens."""
+        for req, chain, said in zip(reqs, chains, predicted, strict=True):
+            known = self.requests.prefilled(req)
+            if known is not None and len(chain):
+                self._tell_verified(known, chain, said)
+
+    def note_known(self, tokens: Sequence[int], seconds: float) -> None:
+        """Each request of a step got so many tokens that were known before it."""
+        if self.metrics is not None:
+            self.metrics.note_step("known", seconds)
+            for count in tokens:
+                # The draft's tokens that were right, the first one included, and one more.
+                self.metrics.note_accept_length(count + 1)
+
+    def note_prefill(self, seconds: float) -> None:
+        """The target's pass over prompts took `seconds`."""
+        if self.metrics is not None:
+            self.metrics.note_step("prefill", seconds)
+
     def finish(self, rid: str) -> None:
         """The request ended."""
         self.requests.finish(rid)
@@ -138,7 +187,8 @@ class DraftPlanner:
             running[b].calibration.observe(trees[b].probs[: len(mask)], mask)
             self._log.note_accepted(int(mask.sum()))
             if predicted is not None:
-                self._tell_verified(running[b], trees[b], predicted[b, : packed.sizes[b]])
+                said = predicted[b, : packed.sizes[b]].tolist()
+                self._tell_verified(running[b], trees[b], said)
         if self.metrics is not None and verified:
             self.metrics.note_verified([trees[b] for b in verified], accepted)
 
@@ -154,14 +204,12 @@ class DraftPlanner:
         raise ValueError("no loaded drafter keeps corpora; start the server with --drafter sssd")
 
     @staticmethod
-    def _tell_verified(
-        running: RunningRequest, tree: TokenTree, predicted: npt.NDArray[np.int32]
-    ) -> None:
+    def _tell_verified(running: RunningRequest, tree: TokenTree, predicted: Sequence[int]) -> None:
         hook = getattr(running.drafter, "verified", None)
         if hook is None:
             return
         try:
-            hook(running.draft, tree.first(len(predicted) - 1), predicted.tolist())
+            hook(running.draft, tree.first(len(predicted) - 1), predicted)
         except Exception:
             # As with every call of a drafter: nothing of it may stop the scheduler.
             logger.exception(

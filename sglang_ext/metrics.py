@@ -24,6 +24,8 @@ _STEP_KINDS = {
     "plain": "Decode steps without drafts.",
     "verify": "Steps that verified drafts.",
     "draft": "Drafting for a batch.",
+    "known": "Decode steps whose tokens the prefill had shown.",
+    "prefill": "The target's passes over prompts, its encoder included.",
     "draft_prefill": "Drafters reading prompts (SpecASR: the draft's encoder).",
 }
 LOG_EVERY_S = 60.0
@@ -146,6 +148,10 @@ class SpeculationMetrics:
         """A drafter's own totals, by name."""
         for name, value in counters.items():
             self._drafter.labels(**self._labels, name=name).set(value)
+
+    def note_accept_length(self, tokens: int) -> None:
+        """A draft gave a request so many tokens, the bonus included."""
+        self._accept_length.observe(tokens)
 
     def note_width(self, width: float) -> None:
         """A step verifies so many nodes per request in the mean, roots included."""

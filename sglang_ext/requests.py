@@ -205,6 +205,11 @@ class RequestTable:
                 logger.exception("drafter failed in prefill; %d requests", len(drafts))
         return bool(new)
 
+    def prefilled(self, req: "Req") -> RunningRequest | None:
+        """A request whose prompt is being read; None: no drafter asked for it."""
+        known = self._prefilled.get(req.rid)
+        return known if known is not None and known.req is req else None
+
     def finish(self, rid: str) -> None:
         """The request ended: give its drafter the whole output, without what came after a stop."""
         self._prefilled.pop(rid, None)

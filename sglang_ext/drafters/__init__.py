@@ -72,6 +72,9 @@ class Drafter(Protocol):
     A drafter may also have
     - `prefill(requests)`: called for requests whose prompt the target is about to read, before
       start; their output is empty. Not every request passes here (retracted ones may not).
+    - `foresee(requests, max_nodes)`: called behind prefill, where a few tokens more cost the
+      target little: a chain (TokenTree, maybe empty) for each request, whose output is empty.
+      The target's own tokens come back through `verified`, before start.
     - `verified(request, tree, predicted)`: called between propose and observe where every verified
       node was asked: `tree` is what was verified of the proposed one, `predicted` the target's
       token after the root, then after each of its nodes, those behind a rejected one included.

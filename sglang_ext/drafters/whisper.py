@@ -67,12 +67,18 @@ class WhisperDrafter:
             request.state = self._open(request)
         self._encode(requests)
 
+    def foresee(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
+        """A chain for each request, before its first token."""
+        trees = self._specasr.foresee([request.state for request in requests], max_nodes)
+        return [_token_tree(tree) for tree in trees]
+
     def start(self, request: DraftRequest) -> None:
         """Take the output so far: one token, or more after a retraction."""
         session = self._open(request)
         if isinstance(request.state, DraftSession):
             # Encoded already: the audio is the same, and so may be some of the draft.
             session.chain = request.state.chain
+            session.proposed = request.state.proposed
         self._specasr.commit(session, request.output)
         request.state = session
 

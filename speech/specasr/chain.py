@@ -19,6 +19,7 @@ class Chain:
             last token that was not fed.
         start: where in `drafted` the last trunk begins.
         choices: by place in `drafted`, the target's own token there, given the draft before it.
+        certain: choices before this place are what the target will say: all before them is right.
         decoded, recycled: tokens of drafts, since whoever counts them set them to 0.
     """
 
@@ -28,6 +29,7 @@ class Chain:
         self.drafted: list[int] = []
         self.start = 0
         self.choices: dict[int, int] = {}
+        self.certain = 0
         self.decoded = 0
         self.recycled = 0
 
@@ -54,7 +56,7 @@ class Chain:
         """Forget everything but the audio: what is needed is fed again."""
         self.truncate(0)
         self.drafted = []
-        self.choices = {}
+        self.choices, self.certain = {}, 0
 
     def feed(self, tokens: Sequence[int]) -> Feeding:
         """Run `tokens` after the chain's end."""

@@ -13,8 +13,10 @@ from speech.specasr.draft_model import Prediction
 from speech.specasr.recycling import OldDraft
 from speech.specasr.vocabulary import Vocabularies
 
-# The chance that the target says again what it said: where the draft is back on the old one's
-# words, where it is not yet, and where the draft model has no such token among its likeliest.
+# The chance that the target says again what it said: where all before it is the same, where the
+# draft is back on the old one's words, where it is not yet, and where the draft model has no such
+# token among its likeliest.
+CERTAIN = 0.999
 BACK = 0.97
 ASTRAY = 0.5
 UNLIKELY = 0.4
@@ -28,17 +30,24 @@ class Guess(NamedTuple):
     chance: float
 
 
-def advised(own: Guess, prediction: Prediction, old: OldDraft, vocabularies: Vocabularies) -> Guess:
+def advised(
+    own: Guess,
+    prediction: Prediction,
+    old: OldDraft,
+    vocabularies: Vocabularies,
+    certain: bool = False,
+) -> Guess:
     """The draft model's own guess, or the target's earlier choice in its place.
 
     Args:
         prediction: where `own` comes from.
         old: the old draft, lined up with what comes before this token.
+        certain: the choice was made with the same tokens before it.
     """
     choice = old.choice()
     if choice is None:
         return own
-    trust = BACK if old.met else ASTRAY
+    trust = CERTAIN if certain else BACK if old.met else ASTRAY
     fits = _fits(choice, vocabularies)
     if fits(own.token):
         return Guess(own.token, max(own.prob, trust), max(own.chance, trust))
@@ -50,7 +59,8 @@ def advised(own: Guess, prediction: Prediction, old: OldDraft, vocabularies: Voc
     if not old.met:
         return own
     spelled = _spelled(choice, vocabularies)
-    return own if spelled is None else Guess(spelled, UNLIKELY, UNLIKELY)
+    trust = CERTAIN if certain else UNLIKELY
+    return own if spelled is None else Guess(spelled, trust, trust)
 
 
 def _fits(choice: int, vocabularies: Vocabularies) -> Callable[[int], bool]:

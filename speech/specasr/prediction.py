@@ -16,6 +16,10 @@ from speech.specasr.recycling import OldDraft
 from speech.specasr.transcript import Transcript
 from speech.specasr.vocabulary import Vocabularies
 
+# What is less likely than this to be right is not worth the target's time in a prefill: the verify
+# step behind it asks again.
+FORESEEN = 0.2
+
 # A token's probability, the chance of all up to it -> whether the draft ends with it.
 Stop = Callable[[float, float], bool]
 
@@ -58,6 +62,19 @@ def draft_trunk(
     threshold = 0.0 if options.mode == "fixed" else options.threshold
     length = min(options.trunk_length, room - start.length)
     yield from extend(chain, tree, start, vocabularies, length, lambda prob, _: prob < threshold)
+    return tree
+
+
+def foresee_trunk(
+    chain: Chain, transcript: Transcript, vocabularies: Vocabularies, length: int, room: int
+) -> Generator[Feed, list[Prediction], DraftTree]:
+    """Draft what the target will be asked about in its prefill: a trunk, as far as it may hold."""
+    tree = DraftTree()
+    if not (yield from catch_up(chain, transcript, vocabularies, length, room)):
+        return tree
+    start = find_start(chain, transcript, vocabularies)
+    length = min(length, room - start.length)
+    yield from extend(chain, tree, start, vocabularies, length, lambda _, reach: reach < FORESEEN)
     return tree
 
 
@@ -142,8 +159,9 @@ def extend(
         else:
             prediction = chain.predictions[position - 1]
             own = Guess(prediction.tokens[0], prediction.probs[0], prediction.chances[0])
-            token, prob, chance = advised(own, prediction, old, vocabularies)
-            chance *= 1.0 if tree.trunk else start.prob
+            certain = position < chain.certain and old.same
+            token, prob, chance = advised(own, prediction, old, vocabularies, certain)
+            chance *= 1.0 if tree.trunk or certain else start.prob
         recycled = checked and old.rest()[:1] == [token]
         chain.recycled += recycled
         chain.decoded += not recycled
@@ -164,5 +182,5 @@ def extend(
     ended = drafted[-1:] == [vocabularies.draft.end]
     # What was not reached may still be once the doubtful token is settled.
     chain.drafted = drafted if ended else drafted + old.rest()
-    chain.start, chain.choices = start.length, {}
+    chain.start, chain.choices, chain.certain = start.length, {}, 0
     chain.truncate(chain.common(chain.tokens))

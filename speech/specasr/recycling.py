@@ -49,6 +49,7 @@ class OldDraft:
         self._position = 0
         self._shift = 0
         self._unmet = 0
+        self._misses = 0
 
     @classmethod
     def line_up(
@@ -83,6 +84,11 @@ class OldDraft:
         """Whether the last token met the old draft."""
         return self._unmet == 0
 
+    @property
+    def same(self) -> bool:
+        """Whether all tokens so far met the old draft in their places."""
+        return self._shift == 0 and self._misses == 0
+
     def choice(self) -> int | None:
         """What the target said in the next token's place; None: it was not asked."""
         return self._choices.get(self._position + self._shift)
@@ -97,6 +103,7 @@ class OldDraft:
         self._position += 1
         if offset is None:
             self._unmet += 1
+            self._misses += 1
             return False
         self._shift += offset
         self._unmet = 0

@@ -13,7 +13,7 @@ from speech.specasr.chain import Chain
 from speech.specasr.draft_model import DraftWhisper, Feed, Prediction
 from speech.specasr.draft_tree import DraftTree, TargetTree, to_target
 from speech.specasr.options import SpecASROptions
-from speech.specasr.prediction import draft_trunk
+from speech.specasr.prediction import draft_trunk, foresee_trunk
 from speech.specasr.sparse_tree import draft_sparse_tree
 from speech.specasr.transcript import Transcript
 from speech.specasr.vocabulary import Vocabularies
@@ -102,6 +102,19 @@ class SpecASR:
         session.transcript.append(tokens)
         session.since += tokens
 
+    def foresee(self, sessions: Sequence[DraftSession], max_nodes: int) -> list[TargetTree]:
+        """A trunk for each session before its first token, for `verified`; empty: none."""
+        start = time.perf_counter()
+        drafting: dict[int, Drafting] = {}
+        for i, session in enumerate(sessions):
+            wanted = max_nodes > 0 and session.transcript.can_draft
+            if wanted and session.options.uses_feedback and session.chain is not None:
+                drafting[i] = self._foresight(session, session.chain, max_nodes)
+        drafts = self._run_safely(sessions, drafting)
+        trees = self._to_target(sessions, drafts, max_nodes)
+        self.counters.decoder_seconds += time.perf_counter() - start
+        return trees
+
     def verified(self, session: DraftSession, predicted: Sequence[int]) -> None:
         """The target has verified the best nodes of the last tree; `commit` comes next.
 
@@ -112,9 +125,16 @@ class SpecASR:
         if chain is None or tree is None or not session.options.uses_feedback:
             return
         chain.choices[chain.start] = predicted[0]
-        for end, token in zip(tree.ends.tolist(), predicted[1:], strict=False):
+        chain.certain = chain.start + 1
+        right = {-1: predicted[0]}  # what the target says behind each node that it confirmed
+        for node, token in zip(range(len(tree)), predicted[1:], strict=False):
+            end, parent = int(tree.ends[node]), int(tree.parents[node])
+            if right.get(parent) == tree.tokens[node]:
+                right[node] = token
             if end >= 0:
                 chain.choices[chain.start + end + 1] = token
+                if node in right:
+                    chain.certain = chain.start + end + 2
 
     def close(self, session: DraftSession) -> None:
         """The request is over; the session is not used again."""
@@ -134,25 +154,30 @@ class SpecASR:
         for i, session in enumerate(sessions):
             if max_nodes > 0 and session.chain is not None and session.transcript.can_draft:
                 drafting[i] = self._algorithm(session, session.chain, max_nodes)
-        try:
-            drafts = self._run(sessions, drafting)
-        except BaseException:
-            # Half a forward pass may be in the caches.
-            for session in sessions:
-                if session.chain is not None:
-                    session.chain.reset()
-            raise
+        drafts = self._run_safely(sessions, drafting)
+        trees = self._to_target(sessions, drafts, max_nodes)
+        for tree in trees:
+            self.counters.rounds += len(tree) > 0
+            self.counters.predicted_tokens += tree.trunk
+            self.counters.proposed_nodes += len(tree)
+        self.counters.decoder_seconds += time.perf_counter() - start
+        return trees
+
+    def _to_target(
+        self, sessions: Sequence[DraftSession], drafts: dict[int, DraftTree], max_nodes: int
+    ) -> list[TargetTree]:
         trees = []
         for i, session in enumerate(sessions):
             draft = drafts.get(i, DraftTree())
             tree = to_target(draft, session.transcript, self.vocabularies, max_nodes)
             session.proposed = tree
-            self.counters.rounds += len(tree) > 0
-            self.counters.predicted_tokens += tree.trunk
-            self.counters.proposed_nodes += len(tree)
             trees.append(tree)
-        self.counters.decoder_seconds += time.perf_counter() - start
         return trees
+
+    def _foresight(self, session: DraftSession, chain: Chain, max_nodes: int) -> Drafting:
+        length = min(session.options.trunk_length, max_nodes)
+        room = self.model.max_positions - 1
+        return foresee_trunk(chain, session.transcript, self.vocabularies, length, room)
 
     def _algorithm(self, session: DraftSession, chain: Chain, max_nodes: int) -> Drafting:
         options, transcript = session.options, session.transcript
@@ -162,6 +187,18 @@ class SpecASR:
         if options.mode == "tsp":
             return draft_sparse_tree(chain, transcript, self.vocabularies, options, room, max_nodes)
         return draft_trunk(chain, transcript, self.vocabularies, options, room)
+
+    def _run_safely(
+        self, sessions: Sequence[DraftSession], drafting: dict[int, Drafting]
+    ) -> dict[int, DraftTree]:
+        try:
+            return self._run(sessions, drafting)
+        except BaseException:
+            # Half a forward pass may be in the caches.
+            for session in sessions:
+                if session.chain is not None:
+                    session.chain.reset()
+            raise
 
     def _run(
         self, sessions: Sequence[DraftSession], drafting: dict[int, Drafting]

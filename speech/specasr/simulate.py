@@ -47,6 +47,7 @@ class Simulation:
         rounds: verify steps (the target's prefill, which gives the first token, not counted).
         tokens: committed in them.
         verified: nodes verified, roots not counted.
+        prefilled: draft tokens read along with the prompts.
         accepted: nodes accepted.
         draft_seconds: drafting's time without the encoder's; encoder_seconds: the encoder's.
         audio_seconds: of audio.
@@ -58,6 +59,7 @@ class Simulation:
     rounds: int = 0
     tokens: int = 0
     verified: int = 0
+    prefilled: int = 0
     accepted: int = 0
     draft_seconds: float = 0.0
     encoder_seconds: float = 0.0
@@ -171,9 +173,17 @@ def _run_batch(
     sessions = [specasr.open(utterance.prompt, options) for utterance in utterances]
     specasr.encode(sessions, [utterance.features for utterance in utterances])
     outputs = [[utterance.output[0]] for utterance in utterances]
+    if target is not None:
+        for i, tree in enumerate(specasr.foresee(sessions, max_nodes)):
+            result.prefilled += len(tree)
+            result.target_steps += node_cost * len(tree)
+            specasr.verified(sessions[i], target(utterances[i], [], tree, len(tree)))
+            known = len(_accepted(tree, len(tree), utterances[i].output))
+            outputs[i] = list(utterances[i].output[: known + 1])
+            result.tokens += len(outputs[i]) - 1
     for session, output in zip(sessions, outputs, strict=True):
         specasr.commit(session, output)
-    running = [i for i, utterance in enumerate(utterances) if len(utterance.output) > 1]
+    running = [i for i, output in enumerate(outputs) if len(output) < len(utterances[i].output)]
     while running:
         start = time.perf_counter()
         trees = specasr.propose([sessions[i] for i in running], max_nodes)

@@ -1,0 +1,170 @@
+"""Drafts that are read along with the prompt: what is right of them is known before decoding.
+
+In the prefill of an encoder-decoder model the encoder takes the time; a few tokens behind the
+decoder's short prompt cost little beside it. The request's first token is the one that it always
+has; the tokens of the draft that the target confirmed are kept, with their K and V, and make up the
+first decode step, which then needs no forward pass. The target's token after every other one goes
+to the drafter as advice (Drafter.verified).
+
+The pass is a verify pass without a prefix: the prompt and the draft behind it are one chain. Our
+attention gives a token the same bits in either (cpu/attention_kernel.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
+
+from sglang_ext.ragged import needs_every_row
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.managers.utils import GenerationBatchResult
+
+# What the pass changes of a batch, put back behind it.
+_CHANGED = (
+    "forward_mode", "input_ids", "out_cache_loc", "seq_lens", "seq_lens_cpu", "seq_lens_sum",
+    "spec_info",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KnownTokens:
+    """What a request will write, as its prefill has shown.
+
+    Attributes:
+        first: its first token, which comes from the prefill itself; the draft had it right.
+        tokens: what follows: the rest of the draft as far as it is right, and one token more.
+        kv: K and V of `first` and of all `tokens` but the last, float[n, heads, size] by layer.
+    """
+
+    first: int
+    tokens: list[int]
+    kv: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class PrefilledDrafts:
+    """What a prefill with drafts gives.
+
+    Attributes:
+        result: SGLang's, as of a prefill without drafts: greedy tokens, a row of logits each.
+        predicted: for each request, the target's token after its prompt, then after each token of
+            its draft.
+        known: for each request, what it will write; None where the draft was wrong at once.
+    """
+
+    result: "GenerationBatchResult"
+    predicted: list[list[int]]
+    known: list[KnownTokens | None]
+
+
+def can_read_drafts(batch: "ScheduleBatch") -> bool:
+    """Whether a prefill batch has room for drafts: whole prompts behind audio, plain greedy."""
+    return bool(
+        batch.forward_mode == ForwardMode.EXTEND
+        and batch.encoder_lens is not None
+        and not needs_every_row(batch)
+        and not any(batch.prefix_lens)
+        and batch.input_ids is not None
+        and len(batch.input_ids) == sum(batch.extend_lens)
+    )
+
+
+def prefill_with_drafts(
+    target: "TpModelWorker",
+    allocator: Any,
+    batch: "ScheduleBatch",
+    drafts: Sequence[Sequence[int]],
+) -> PrefilledDrafts | None:
+    """Run the prefill of `batch` (see `can_read_drafts`) with a draft behind each prompt.
+
+    Args:
+        allocator: of the KV pool, pages of one token; what it lends is given back.
+        drafts: a chain of tokens for each request; may be empty.
+
+    Returns:
+        None if the pool has no room for the drafts: nothing was run.
+    """
+    slots = allocator.alloc(sum(map(len, drafts)))
+    if slots is None:
+        return None
+    before = {name: getattr(batch, name) for name in _CHANGED}
+    try:
+        _join(batch, drafts, slots)
+        result = target.forward_batch_generation(batch, is_verify=True)
+        logits = result.logits_output.next_token_logits
+        said = torch.argmax(logits, dim=-1)
+        lens = [len(draft) + 1 for draft in drafts]
+        ends = np.cumsum([p + n - 1 for p, n in zip(batch.extend_lens, lens, strict=True)])
+        predicted = [said[end - n : end].tolist() for end, n in zip(ends, lens, strict=True)]
+        lent = slots.split([len(draft) for draft in drafts])
+        pool = allocator.get_kvcache()
+        known = [_known(*each, pool) for each in zip(drafts, predicted, lent, strict=True)]
+    finally:
+        for name, value in before.items():
+            setattr(batch, name, value)
+        allocator.free(slots)
+    roots = torch.from_numpy(ends - lens)
+    result.logits_output.next_token_logits = logits[roots]
+    result.next_token_ids = said[roots]
+    return PrefilledDrafts(result, predicted, known)
+
+
+def write_known(known: KnownTokens, pool: Any, slots: torch.Tensor) -> None:
+    """Store the K and V of known tokens.
+
+    Args:
+        pool: SGLang's KV pool (MHATokenToKVPool).
+        slots: int[n], n as in `known.kv`.
+    """
+    for layer, (k, v) in enumerate(known.kv):
+        pool.k_buffer[layer][slots] = k
+        pool.v_buffer[layer][slots] = v
+
+
+def _known(
+    draft: Sequence[int], predicted: Sequence[int], slots: torch.Tensor, pool: Any
+) -> KnownTokens | None:
+    right = 0
+    while right < len(draft) and draft[right] == predicted[right]:
+        right += 1
+    if right == 0:
+        return None
+    kept = slots[:right].long()
+    kv = [(k[kept], v[kept]) for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
+    return KnownTokens(draft[0], list(predicted[1 : right + 1]), kv)
+
+
+def _join(batch: "ScheduleBatch", drafts: Sequence[Sequence[int]], slots: torch.Tensor) -> None:
+    """Make `batch` a verify batch whose trees are the prompts with the drafts behind them."""
+    prompts = batch.input_ids.split(list(batch.extend_lens))
+    cached = batch.out_cache_loc.split(list(batch.extend_lens))
+    lent = slots.to(batch.out_cache_loc.dtype).split([len(draft) for draft in drafts])
+    lens = [p + len(d) for p, d in zip(batch.extend_lens, drafts, strict=True)]
+    bs, width = len(lens), max(lens)
+    chain = torch.tril(torch.ones(width, width, dtype=torch.bool))
+    tokens, places = [], []
+    for prompt, draft, slot, extra in zip(prompts, drafts, cached, lent, strict=True):
+        tokens += [prompt, torch.tensor(draft, dtype=prompt.dtype)]
+        places += [slot, extra]
+    positions = [torch.arange(n) for n in lens]
+    verify_input = NgramVerifyInput(
+        custom_mask=chain.repeat(bs, 1).flatten(),
+        positions=torch.cat(positions),
+        draft_token_num=width,
+    )
+    # Read by cpu/attention.py: the nodes that are no padding.
+    verify_input.nodes = np.concatenate([row * width + np.arange(n) for row, n in enumerate(lens)])
+    batch.forward_mode = ForwardMode.TARGET_VERIFY
+    batch.input_ids = torch.cat(tokens)
+    batch.out_cache_loc = torch.cat(places)
+    batch.seq_lens = torch.zeros_like(batch.seq_lens)
+    batch.seq_lens_cpu = torch.zeros_like(batch.seq_lens_cpu)
+    batch.seq_lens_sum = None
+    batch.spec_info = verify_input
