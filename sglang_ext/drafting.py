@@ -121,10 +121,11 @@ class DraftPlanner:
                 # The draft's tokens that were right, the first one included, and one more.
                 self.metrics.note_accept_length(count + 1)
 
-    def note_prefill(self, seconds: float) -> None:
-        """The target's pass over prompts took `seconds`."""
+    def note_prefill(self, seconds: float, decoder_seconds: float) -> None:
+        """The target's pass over prompts took `seconds`, its decoder (if it has one) its part."""
         if self.metrics is not None:
             self.metrics.note_step("prefill", seconds)
+            self.metrics.note_step("prefill_decoder", decoder_seconds)
 
     def finish(self, rid: str) -> None:
         """The request ended."""

@@ -26,6 +26,8 @@ _STEP_KINDS = {
     "draft": "Drafting for a batch.",
     "known": "Decode steps whose tokens the prefill had shown.",
     "prefill": "The target's passes over prompts, its encoder included.",
+    "prefill_decoder": "An encoder-decoder target's decoder in these passes, without the encoder's "
+    "K and V.",
     "draft_prefill": "Drafters reading prompts (SpecASR: the draft's encoder).",
 }
 LOG_EVERY_S = 60.0

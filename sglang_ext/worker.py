@@ -48,7 +48,7 @@ from sglang_ext.budget import CostModel, knee
 from sglang_ext.costs import costs_of
 from sglang_ext.drafters import DrafterContext
 from sglang_ext.drafting import DraftPlanner
-from sglang_ext.encoder_decoder import decoder_starts, keep_encoder_outputs
+from sglang_ext.encoder_decoder import DecoderTimer, decoder_starts, keep_encoder_outputs
 from sglang_ext.metrics import SpeculationMetrics
 from sglang_ext.options import Options
 from sglang_ext.prefill_drafts import (
@@ -99,6 +99,7 @@ class SpeculativeWorker(BaseSpecWorker):
             )
         # Of requests between their prefill and their first decode step.
         self._known: dict[str, tuple[Req, KnownTokens]] = {}
+        self._decoder_timer: DecoderTimer | None = None
         # Made in alloc_memory_pool(), once SGLang knows how many requests may run.
         self.planner: DraftPlanner
 
@@ -133,6 +134,9 @@ class SpeculativeWorker(BaseSpecWorker):
             knee=knee(costs) if costs else None,
             metrics=self._metrics() if active and get_observability().enable_metrics else None,
         )
+        times_decoder = self.on_host and self.model_runner.model_config.is_encoder_decoder
+        if times_decoder and self.planner.metrics is not None:
+            self._decoder_timer = DecoderTimer(self.model_runner.model)
         rank = get_parallel().dp_rank or 0
         self.control = control.serve(self.planner.drafters.values(), rank) if active else None
         logger.info(
@@ -204,12 +208,14 @@ class SpeculativeWorker(BaseSpecWorker):
 
     def _prefill(self, batch, on_publish, pp_proxy_tensors) -> GenerationBatchResult:
         drafted = self._prefill_with_drafts(batch) if self.on_host else None
+        if self._decoder_timer is not None and drafted is None:
+            self._decoder_timer.take()
         start = time.perf_counter()
         result = drafted or self._target_worker.forward_batch_generation(
             batch, pp_proxy_tensors=pp_proxy_tensors
         )
         if drafted is None:
-            self.planner.note_prefill(time.perf_counter() - start)
+            self._note_prefill(start)
         new_seq_lens = batch.seq_lens.clone()
         if on_publish is not None:
             on_publish(new_seq_lens)
@@ -233,6 +239,8 @@ class SpeculativeWorker(BaseSpecWorker):
         chains = self.planner.foresee(batch.reqs)
         if not any(map(len, chains)):
             return None
+        if self._decoder_timer is not None:
+            self._decoder_timer.take()
         start = time.perf_counter()
         tokens = [chain.tokens.tolist() for chain in chains]
         drafted = prefill_with_drafts(
@@ -240,12 +248,16 @@ class SpeculativeWorker(BaseSpecWorker):
         )
         if drafted is None:
             return None
-        self.planner.note_prefill(time.perf_counter() - start)
+        self._note_prefill(start)
         self.planner.foreseen(batch.reqs, chains, drafted.predicted)
         for req, known in zip(batch.reqs, drafted.known, strict=True):
             if known is not None:
                 self._known[req.rid] = req, known
         return drafted.result
+
+    def _note_prefill(self, start: float) -> None:
+        decoder = self._decoder_timer.take() if self._decoder_timer is not None else 0.0
+        self.planner.note_prefill(time.perf_counter() - start, decoder)
 
     def _pending_tokens(self, batch: ScheduleBatch) -> list[list[int]] | None:
         """Under overlap, the last step's tokens are not yet in output_ids: read the relay."""

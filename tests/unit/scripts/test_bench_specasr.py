@@ -109,6 +109,17 @@ def test_speedups_are_by_decoder_time_and_against_the_best_baseline():
     assert figures["mismatches"] == 0
 
 
+def test_what_prefills_take_longer_is_the_decoders_time():
+    plain = Row(
+        [[run(prefill_decoder_seconds_total=1.0)] * 3, [run(prefill_decoder_seconds_total=2.0)] * 3]
+    )
+    slow = [1.04, 1.05, 9.0], [2.05, 1.0, 2.06]  # two disturbed
+    tsp = Row([[run(prefill_decoder_seconds_total=s) for s in repeats] for repeats in slow])
+    tsp.prefill_excess = bench_specasr.prefill_excess(tsp, plain)
+    assert tsp.prefill_excess == pytest.approx(2 * 0.05)
+    assert tsp.decoder_seconds == tsp.target_seconds == pytest.approx(0.1)
+
+
 def test_every_run_that_differs_from_plain_decoding_counts():
     changed = rows()
     changed["TSP"].runs[0].append(run(tokens=(1, 2)))
@@ -151,9 +162,9 @@ def test_the_table_prints_every_mode(capsys):
     assert "some target; 20 s of audio, batch 1; WER of the draft alone 7.0%" in out
     for name in MODES:
         assert any(line.startswith(name + " ") for line in out.splitlines())
-    tsp = next(line for line in out.splitlines() if line.startswith("TSP "))
+    tsp = next(line for line in out.splitlines() if line.startswith("TSP  "))
     # WER, rounds, draft steps, predicted, accepted, acceptance | draft, target, total ms, ratios
     assert tsp.split() == [
         "TSP", "5.0%", "5", "9", "3.00", "2.00", "75.0%", "|", "125", "375", "500", "3.00",
-        "1.00", "0", "1000",
+        "1.00", "0", "0", "1000",
     ]  # fmt: skip
