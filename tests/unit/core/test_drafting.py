@@ -144,6 +144,50 @@ def test_drafters_that_ask_are_told_what_the_target_said_at_every_node(broken, m
     assert [call[0] for call in drafter.calls].count("verified") == 1
 
 
+class Foreseeing(Verified):
+    def __init__(self, chain):
+        super().__init__(TokenTree.chain([5]))
+        self.chain = chain
+
+    def prefill(self, requests):
+        self.calls.append(("prefill", [r.rid for r in requests]))
+
+    def foresee(self, requests, max_nodes):
+        self.calls.append(("foresee", [r.rid for r in requests], max_nodes))
+        if isinstance(self.chain, Exception):
+            raise self.chain
+        return [self.chain] * len(requests)
+
+
+def test_what_may_be_read_behind_a_prompt(monkeypatch):
+    drafter, other = Foreseeing(TokenTree.chain([5, 6, 7])), Recorder(TokenTree.chain([5]))
+    plan = planner(monkeypatch, a=drafter, b=other)
+    reqs = [
+        request("x", []),
+        request("y", [], drafter="b"),
+        request("z", [], max_new_tokens=3),
+        request("once retracted", [4]),
+    ]
+    plan.prefill(reqs)
+    chains = plan.foresee(reqs)
+    assert drafter.calls[1:] == [("foresee", ["x", "z"], 7)]
+    assert [len(chain) for chain in chains] == [3, 0, 2, 0]
+    plan.foreseen(reqs, chains, [[5, 6, 1, 2], [9], [5, 1, 1], [3]])
+    assert drafter.calls[2:] == [
+        ("verified", "x", [5, 6, 7], [5, 6, 1, 2]),
+        ("verified", "z", [5, 6], [5, 1, 1]),
+    ]
+
+
+@pytest.mark.parametrize("chain", [RuntimeError("broken"), TokenTree.chain([99])])
+def test_a_drafter_that_cannot_foresee_costs_nothing(chain, monkeypatch, caplog):
+    plan = planner(monkeypatch, a=Foreseeing(chain))
+    reqs = [request("x", [])]
+    plan.prefill(reqs)
+    assert [len(chain) for chain in plan.foresee(reqs)] == [0]
+    assert "failed to foresee" in caplog.text
+
+
 def test_auto_budget_stops_verifying_what_is_never_accepted(monkeypatch):
     tree = TokenTree.chain([5] * 7, prob=0.9)
     plan = planner(monkeypatch, budget="auto", a=Recorder(tree))

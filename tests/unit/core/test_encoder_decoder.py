@@ -40,6 +40,35 @@ def test_requests_of_text_have_no_features():
     assert encoder_decoder.audio_features(with_items()) is None
 
 
+def test_the_decoder_is_timed_without_the_encoders_k_and_v(monkeypatch):
+    clock = iter(range(100))
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder_attn = torch.nn.ModuleDict({"kv_proj": torch.nn.Identity()})
+
+        def forward(self, x):
+            return self.encoder_attn["kv_proj"](x)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = torch.nn.Identity()
+            self.decoder = torch.nn.Sequential(Layer(), Layer())
+            self.logits_processor = torch.nn.Identity()
+
+    model = Model()
+    timer = encoder_decoder.DecoderTimer(model)
+    monkeypatch.setattr(encoder_decoder.time, "perf_counter", lambda: next(clock))
+    x = model.logits_processor(model.decoder(model.encoder(torch.zeros(1))))
+    assert x is not None
+    # Six readings in the decoder, two of them around each kv_proj; two in the logits processor.
+    assert timer.take() == (5 - 2) + 1
+    assert timer.take() == 0
+    assert encoder_decoder.DecoderTimer(torch.nn.Linear(2, 2)).take() == 0
+
+
 def test_key_biases_are_zeroed_before_weights_are_loaded():
     model = torch.nn.ModuleDict(
         {

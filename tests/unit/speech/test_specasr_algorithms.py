@@ -238,6 +238,30 @@ def test_advice_ends_with_the_nodes_that_were_verified():
     assert not any("H" in leaf for leaf in leaves(tree))
 
 
+def test_what_the_prefill_showed_is_taken_as_it_is():
+    specasr = SpecASR(reader("abcdefghij"), SAME)
+    session = specasr.open(PROMPT, SpecASROptions())
+    specasr.encode([session], [AUDIO])
+    (tree,) = specasr.foresee([session], 64)
+    assert leaves(tree) == ["abcdefghij" + leaves(tree)[0][10:]]
+    specasr.verified(session, said("abcDefghij.....", tree))
+    specasr.commit(session, [ord("a")])
+    (tree,) = specasr.propose([session], 64)
+    # D is certain, what comes behind it the draft model's again.
+    assert leaves(tree)[0].startswith("bcDefghij")
+    assert tree.probs[2] > 0.99
+    assert specasr.counters.rounds == 1
+
+
+@pytest.mark.parametrize("options", [{"mode": "asp"}, {"mode": "tsp", "feedback": False}])
+def test_without_feedback_nothing_is_foreseen(options):
+    specasr = SpecASR(reader("abcdefghij"), SAME)
+    session = specasr.open(PROMPT, SpecASROptions(**options))
+    specasr.encode([session], [AUDIO])
+    assert [len(tree) for tree in specasr.foresee([session], 64)] == [0]
+    assert specasr.counters.draft_steps == 0
+
+
 @pytest.mark.parametrize("mode", ["fixed", "asp", "recycling"])
 def test_the_papers_other_modes_take_no_advice(mode):
     specasr, session, tree = propose(reader("abcdefghij"), mode, "a", length=9)
