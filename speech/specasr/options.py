@@ -21,7 +21,7 @@ class SpecASROptions:
             (recycling and the two-pass sparse tree).
         length: tokens of a draft's trunk at most, in the draft model's tokens; None: 24, and 32
             in mode "tsp", which ends a trunk by the chance of all its tokens.
-        threshold: a draft is cut after a token whose probability is below this.
+        threshold: a draft is cut before a token whose probability is below this.
         beams: width of the beam search in mode "fixed".
         feedback: in mode "tsp", the target's own tokens behind a rejected one advise the next
             draft (feedback.py; not in the paper).

@@ -20,7 +20,7 @@ from speech.specasr.vocabulary import Vocabularies
 # step behind it asks again.
 FORESEEN = 0.2
 
-# A token's probability, the chance of all up to it -> whether the draft ends with it.
+# A token's probability, the chance of all up to it -> whether the draft ends before it.
 Stop = Callable[[float, float], bool]
 
 
@@ -162,6 +162,8 @@ def extend(
             certain = position < chain.certain and old.same
             token, prob, chance = advised(own, prediction, old, vocabularies, certain)
             chance *= 1.0 if tree.trunk or certain else start.prob
+        if stop(prob, tree.prob(node) * chance):
+            break
         recycled = checked and old.rest()[:1] == [token]
         chain.recycled += recycled
         chain.decoded += not recycled
@@ -169,9 +171,7 @@ def extend(
         node = tree.add(node, token, chance, text)
         tree.trunk.append(node)
         drafted.append(token)
-        if token == vocabularies.draft.end or stop(prob, tree.prob(node)):
-            break
-        if len(tree.trunk) == length:
+        if token == vocabularies.draft.end or len(tree.trunk) == length:
             break
         if len(chain) <= position or chain.tokens[position] != token:
             chain.truncate(position)

@@ -96,9 +96,10 @@ def test_beams_keep_the_likeliest_ways():
     assert specasr.counters.draft_steps == 4
 
 
-def test_asp_is_cut_behind_a_doubtful_token():
+def test_asp_is_cut_where_a_token_is_doubtful():
     model = reader("abcdefghijklmnopqrstuvwxyzabcdefghij", {4: ("x", 0.65)})
-    assert leaves(propose(model, "asp", "a")[2]) == ["bcde"]
+    assert leaves(propose(model, "asp", "a")[2]) == ["bcd"]
+    assert leaves(propose(model, "asp", "abcd")[2]) == []
     assert leaves(propose(model, "asp", "a", threshold=0.3)[2]) == ["bcdefghijklmnopqrstuvwxy"]
 
 

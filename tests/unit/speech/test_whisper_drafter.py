@@ -7,6 +7,7 @@ from sglang_ext.drafters import Drafter, DrafterContext, DrafterError, DraftRequ
 from sglang_ext.drafters.whisper import WhisperDrafter, server_options
 from sglang_ext.options import Options
 from sglang_ext.tree import TokenTree
+from speech.specasr import sparse_tree
 from speech.specasr.options import MODES, SpecASROptions
 from tests.unit.speech.specasr_models import FRAMES, MEL_BINS, POSITIONS, vocab, write_whisper
 
@@ -35,7 +36,9 @@ def context(folders):
 
 
 @pytest.fixture
-def drafter(context):
+def drafter(context, monkeypatch):
+    # A random model is sure of nothing.
+    monkeypatch.setattr(sparse_tree, "FLOOR", 0.0)
     return WhisperDrafter(context)
 
 
