@@ -92,6 +92,13 @@ class Server:
         times = [p.cpu_times() for p in (process, *process.children(recursive=True))]
         return sum(t.user + t.system for t in times)
 
+    def memory_bytes(self) -> int:
+        """Memory that its processes hold, what they share counted once (PSS)."""
+        assert self._process is not None, f"{self.name} is not running"
+        process = psutil.Process(self._process.pid)
+        everyone = (process, *process.children(recursive=True))
+        return sum(p.memory_full_info().pss for p in everyone)
+
     def log_tail(self, lines: int = 30) -> str:
         """The last lines it printed."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
