@@ -75,8 +75,8 @@ class Rows:
 
 def main() -> int:
     args = parser(__doc__)
-    args.add_argument("--launches", type=int, default=2, help="times that both servers start [2]")
-    args.add_argument("--repeats", type=int, default=6, help="turns per launch [6]")
+    args.add_argument("--launches", type=int, default=4, help="times that both servers start [4]")
+    args.add_argument("--repeats", type=int, default=4, help="turns per launch [4]")
     args.add_argument("--tokens", type=int, default=48, help="tokens per answer [48]")
     options = args.parse_args()
     if options.quick:
