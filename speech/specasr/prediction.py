@@ -53,28 +53,37 @@ def draft_trunk(
     Args:
         room: positions of the draft model that may be fed.
     """
-    tree = DraftTree()
     if options.mode != "recycling":
         chain.forget_draft(transcript.spelled())
-    if not (yield from catch_up(chain, transcript, vocabularies, options.trunk_length, room)):
-        return tree
-    start = find_start(chain, transcript, vocabularies)
     threshold = 0.0 if options.mode == "fixed" else options.threshold
-    length = min(options.trunk_length, room - start.length)
-    yield from extend(chain, tree, start, vocabularies, length, lambda prob, _: prob < threshold)
-    return tree
+    length = options.trunk_length
+    return (
+        yield from _trunk(
+            chain, transcript, vocabularies, length, room, lambda prob, _: prob < threshold
+        )
+    )
 
 
 def foresee_trunk(
     chain: Chain, transcript: Transcript, vocabularies: Vocabularies, length: int, room: int
 ) -> Generator[Feed, list[Prediction], DraftTree]:
     """Draft what the target will be asked about in its prefill: a trunk, as far as it may hold."""
+    return _trunk(chain, transcript, vocabularies, length, room, lambda _, reach: reach < FORESEEN)
+
+
+def _trunk(
+    chain: Chain,
+    transcript: Transcript,
+    vocabularies: Vocabularies,
+    length: int,
+    room: int,
+    stop: Stop,
+) -> Generator[Feed, list[Prediction], DraftTree]:
+    """A trunk behind the committed text, and nothing else."""
     tree = DraftTree()
-    if not (yield from catch_up(chain, transcript, vocabularies, length, room)):
-        return tree
-    start = find_start(chain, transcript, vocabularies)
-    length = min(length, room - start.length)
-    yield from extend(chain, tree, start, vocabularies, length, lambda _, reach: reach < FORESEEN)
+    if (yield from catch_up(chain, transcript, vocabularies, length, room)):
+        start = find_start(chain, transcript, vocabularies)
+        yield from extend(chain, tree, start, vocabularies, min(length, room - start.length), stop)
     return tree
 
 
