@@ -17,7 +17,7 @@ import torch
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -48,15 +48,11 @@ from sglang_ext.budget import CostModel, knee
 from sglang_ext.costs import costs_of
 from sglang_ext.drafters import DrafterContext
 from sglang_ext.drafting import DraftPlanner
-from sglang_ext.encoder_decoder import DecoderTimer, decoder_starts, keep_encoder_outputs
+from sglang_ext.encoder_decoder import decoder_starts, keep_encoder_outputs
+from sglang_ext.host_prefill import HostPrefill
 from sglang_ext.metrics import SpeculationMetrics
 from sglang_ext.options import Options
-from sglang_ext.prefill_drafts import (
-    KnownTokens,
-    can_read_drafts,
-    prefill_with_drafts,
-    write_known,
-)
+from sglang_ext.prefill_drafts import KnownTokens
 from sglang_ext.ragged import (
     can_leave_padding_out,
     leave_padding_out,
@@ -97,11 +93,9 @@ class SpeculativeWorker(BaseSpecWorker):
                 "speculation over encoder-decoder models (Whisper) runs with --device cpu only so "
                 "far: FlashInfer's verify masks leave no room for the encoder's tokens"
             )
-        # Of requests between their prefill and their first decode step.
-        self._known: dict[str, tuple[Req, KnownTokens]] = {}
-        self._decoder_timer: DecoderTimer | None = None
         # Made in alloc_memory_pool(), once SGLang knows how many requests may run.
         self.planner: DraftPlanner
+        self._host_prefill: HostPrefill | None = None
 
     # What SGLang asks of a speculative worker
 
@@ -134,9 +128,9 @@ class SpeculativeWorker(BaseSpecWorker):
             knee=knee(costs) if costs else None,
             metrics=self._metrics() if active and get_observability().enable_metrics else None,
         )
-        times_decoder = self.on_host and self.model_runner.model_config.is_encoder_decoder
-        if times_decoder and self.planner.metrics is not None:
-            self._decoder_timer = DecoderTimer(self.model_runner.model)
+        if self.on_host:
+            drafts = self.page_size == 1 and get_parallel().tp_size == 1
+            self._host_prefill = HostPrefill(self._target_worker, self.planner, drafts)
         rank = get_parallel().dp_rank or 0
         self.control = control.serve(self.planner.drafters.values(), rank) if active else None
         logger.info(
@@ -156,12 +150,14 @@ class SpeculativeWorker(BaseSpecWorker):
     def clear_cache_pool(self) -> None:
         """/flush_cache: forget running requests; what was learned from finished ones stays."""
         self.planner.requests.clear()
-        self._known.clear()
+        if self._host_prefill is not None:
+            self._host_prefill.clear()
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """A request ended; its drafter gets the whole output."""
         self.planner.finish(rid)
-        self._known.pop(rid, None)
+        if self._host_prefill is not None:
+            self._host_prefill.forget(rid)
 
     def add_external_corpus(self, corpus_id: str, token_chunks: list[list[int]]) -> int:
         """SGLang's /add_external_corpus; returns the number of tokens loaded."""
@@ -197,7 +193,7 @@ class SpeculativeWorker(BaseSpecWorker):
         if not batch.forward_mode.is_decode():
             return self._prefill(batch, on_publish, pp_proxy_tensors)
         running = self.planner.requests.update(batch.reqs, self._pending_tokens(batch))
-        known = self._take_known(running)
+        known = self._host_prefill.take(running) if self._host_prefill is not None else []
         if known:
             return self._decode_known(batch, known, on_publish)
         roots = [r.draft.output[-1] for r in running]
@@ -207,15 +203,13 @@ class SpeculativeWorker(BaseSpecWorker):
         return self._verify(batch, running, pack(roots, trees, width), trees, on_publish)
 
     def _prefill(self, batch, on_publish, pp_proxy_tensors) -> GenerationBatchResult:
-        drafted = self._prefill_with_drafts(batch) if self.on_host else None
-        if self._decoder_timer is not None and drafted is None:
-            self._decoder_timer.take()
-        start = time.perf_counter()
-        result = drafted or self._target_worker.forward_batch_generation(
-            batch, pp_proxy_tensors=pp_proxy_tensors
-        )
-        if drafted is None:
-            self._note_prefill(start)
+        if self._host_prefill is not None:
+            plainly = self._must_decode_plainly(batch)
+            result = self._host_prefill.run(batch, plainly, pp_proxy_tensors)
+        else:
+            result = self._target_worker.forward_batch_generation(
+                batch, pp_proxy_tensors=pp_proxy_tensors
+            )
         new_seq_lens = batch.seq_lens.clone()
         if on_publish is not None:
             on_publish(new_seq_lens)
@@ -228,36 +222,6 @@ class SpeculativeWorker(BaseSpecWorker):
             lens,
             new_seq_lens,
         )
-
-    def _prefill_with_drafts(self, batch: ScheduleBatch) -> GenerationBatchResult | None:
-        """A prefill that reads drafts behind the prompts; None where it must run without."""
-        self.planner.prefill(batch.reqs)
-        if not (self._ragged and self.page_size == 1 and get_parallel().tp_size == 1):
-            return None
-        if not can_read_drafts(batch) or self._must_decode_plainly(batch):
-            return None
-        chains = self.planner.foresee(batch.reqs)
-        if not any(map(len, chains)):
-            return None
-        if self._decoder_timer is not None:
-            self._decoder_timer.take()
-        start = time.perf_counter()
-        tokens = [chain.tokens.tolist() for chain in chains]
-        drafted = prefill_with_drafts(
-            self._target_worker, self.token_to_kv_pool_allocator, batch, tokens
-        )
-        if drafted is None:
-            return None
-        self._note_prefill(start)
-        self.planner.foreseen(batch.reqs, chains, drafted.predicted)
-        for req, known in zip(batch.reqs, drafted.known, strict=True):
-            if known is not None:
-                self._known[req.rid] = req, known
-        return drafted.result
-
-    def _note_prefill(self, start: float) -> None:
-        decoder = self._decoder_timer.take() if self._decoder_timer is not None else 0.0
-        self.planner.note_prefill(time.perf_counter() - start, decoder)
 
     def _pending_tokens(self, batch: ScheduleBatch) -> list[list[int]] | None:
         """Under overlap, the last step's tokens are not yet in output_ids: read the relay."""
@@ -330,32 +294,15 @@ class SpeculativeWorker(BaseSpecWorker):
             logits, result.can_run_cuda_graph, tokens, tokens.view(-1, 1), lens, new_seq_lens
         )
 
-    def _take_known(self, running: Sequence[RunningRequest]) -> list[KnownTokens]:
-        """What the prefills of all these requests have shown; empty if of one of them nothing."""
-        found = []
-        for r in running:
-            req, known = self._known.pop(r.draft.rid, (None, None))
-            if known is not None and req is r.req and r.draft.output == [known.first]:
-                found.append(known)
-        return found if len(found) == len(running) else []
-
     def _decode_known(
         self, batch: ScheduleBatch, known: Sequence[KnownTokens], on_publish
     ) -> GenerationBatchResult:
         """A step whose tokens the prefills have shown: there is nothing left to compute."""
-        start = time.perf_counter()
-        lens = torch.tensor([len(k.tokens) for k in known], dtype=torch.int32)
-        tokens = torch.zeros(len(known), int(lens.max()), dtype=torch.int64)
-        pool = self.token_to_kv_pool_allocator.get_kvcache()
-        rows, starts = batch.req_pool_indices.tolist(), decoder_starts(batch).tolist()
-        for i, (k, row, first) in enumerate(zip(known, rows, starts, strict=True)):
-            tokens[i, : len(k.tokens)] = torch.tensor(k.tokens)
-            slots = self.req_to_token_pool.req_to_token[row, first : first + len(k.tokens)]
-            write_known(k, pool, slots.long())
+        assert self._host_prefill is not None
+        tokens, lens = self._host_prefill.store(batch, known)
         new_seq_lens = batch.seq_lens + lens
         if on_publish is not None:
             on_publish(new_seq_lens)
-        self.planner.note_known(lens.tolist(), time.perf_counter() - start)
         logits = LogitsProcessorOutput(next_token_logits=None)
         return self._result(logits, False, tokens.flatten(), tokens, lens, new_seq_lens)
 
