@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sglang_ext import penalties
 from sglang_ext.budget import CostModel, choose_nodes
-from sglang_ext.drafters import Drafter, DrafterContext, load
+from sglang_ext.drafters import Bias, Drafter, DrafterContext, load
 from sglang_ext.metrics import BudgetLog, SpeculationMetrics
 from sglang_ext.requests import RequestTable, RunningRequest
 from sglang_ext.tree import PackedTrees, TokenTree
@@ -112,6 +112,25 @@ class DraftPlanner:
             known = self.requests.prefilled(req)
             if known is not None and len(chain):
                 self._tell_verified(known, chain, said)
+
+    def biases(self, running: Sequence[RunningRequest | None]) -> list[Bias | None]:
+        """What each request's next tokens are biased to; None: nothing."""
+        return [None if r is None else self._bias(r) for r in running]
+
+    def biases_in_prefill(self, reqs: Sequence["Req"]) -> list[Bias | None]:
+        """As `biases`, for requests whose prompts (or retracted outputs) are being read."""
+        return self.biases([self.requests.reading(req) for req in reqs])
+
+    @staticmethod
+    def _bias(running: RunningRequest) -> Bias | None:
+        hook = getattr(running.drafter, "bias", None)
+        if hook is None:
+            return None
+        try:
+            return hook(running.draft)
+        except Exception:
+            logger.exception("drafter %s failed to bias", type(running.drafter).__name__)
+            return None
 
     def note_known(self, tokens: Sequence[int], seconds: float) -> None:
         """Each request of a step got so many tokens that were known before it."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_ext.bias import prefer_next_tokens
 from sglang_ext.encoder_decoder import DecoderTimer, decoder_starts
 from sglang_ext.prefill_drafts import (
     KnownTokens,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.managers.utils import GenerationBatchResult
 
+    from sglang_ext.drafters import Bias
     from sglang_ext.drafting import DraftPlanner
     from sglang_ext.requests import RunningRequest
 
@@ -50,20 +52,25 @@ class HostPrefill:
         return self._drafts and can_leave_padding_out(self._target.model_runner)
 
     def run(
-        self, batch: "ScheduleBatch", plainly: bool, pp_proxy_tensors: Any
+        self,
+        batch: "ScheduleBatch",
+        biases: "Sequence[Bias | None]",
+        plainly: bool,
+        pp_proxy_tensors: Any,
     ) -> "GenerationBatchResult":
         """One prefill step.
 
         Args:
+            biases: of the tokens that the requests will write.
             plainly: no drafts may be read behind the prompts of this batch.
         """
-        self._planner.prefill(batch.reqs)
         if self._can_draft and not plainly and can_read_drafts(batch):
-            drafted = self._run_with_drafts(batch)
+            drafted = self._run_with_drafts(batch, biases)
             if drafted is not None:
                 return drafted
         start = self._start()
         result = self._target.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
+        prefer_next_tokens(result, batch, biases)
         self._note(start)
         return result
 
@@ -108,13 +115,14 @@ class HostPrefill:
         """Forget every request."""
         self._known.clear()
 
-    def _run_with_drafts(self, batch: "ScheduleBatch") -> "GenerationBatchResult | None":
+    def _run_with_drafts(
+        self, batch: "ScheduleBatch", biases: "Sequence[Bias | None]"
+    ) -> "GenerationBatchResult | None":
         chains = self._planner.foresee(batch.reqs)
         if not any(map(len, chains)):
             return None
         start = self._start()
-        tokens = [chain.tokens.tolist() for chain in chains]
-        drafted = prefill_with_drafts(self._target, self._allocator, batch, tokens)
+        drafted = prefill_with_drafts(self._target, self._allocator, batch, chains, biases)
         if drafted is None:
             return None
         self._note(start)

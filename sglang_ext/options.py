@@ -90,6 +90,16 @@ class Options:
         low=0.0,
         high=1.0,
     )
+    ssbd_beta: float = _option(
+        0.2,
+        "SSBD: bias of a re-translation towards the session's last output; 0: none",
+        low=0.0,
+        high=1.0,
+    )
+    ssbd_sessions: int = _option(4096, "SSBD: sessions whose last output is kept", low=1)
+    ssbd_idle_seconds: float = _option(
+        600.0, "SSBD: a session that was not used so long is forgotten, in seconds", low=1.0
+    )
     oracle_file: str = _option(
         "", "JSONL of token id lists that the drafter 'oracle' proposes (for checks)"
     )
@@ -137,6 +147,8 @@ class Options:
     def loaded_drafters(self) -> list[str]:
         """The names of the drafters to load, the default one first."""
         names = [self.default_drafter, *(name.strip() for name in self.drafters.split(","))]
+        if "ssbd" in names:
+            names.append("sssd")  # which it drafts with
         return list(dict.fromkeys(name for name in names if name and name != "none"))
 
 

@@ -1,13 +1,13 @@
 """Drafts that are read along with the prompt: what is right of them is known before decoding.
 
-In the prefill of an encoder-decoder model the encoder takes the time; a few tokens behind the
-decoder's short prompt cost little beside it. The request's first token is the one that it always
-has; the tokens of the draft that the target confirmed are kept, with their K and V, and make up the
-first decode step, which then needs no forward pass. The target's token after every other one goes
-to the drafter as advice (Drafter.verified).
+A few tokens behind a short prompt cost little: where an encoder takes the time of a prefill, and
+where most of the prompt is cached (a source that grew by some words). The request's first token is
+the one that it always has; the tokens of the draft that the target confirmed are kept, with their
+K and V, and make up the first decode step, which then needs no forward pass. The target's token
+after every other one goes to the drafter as advice (Drafter.verified).
 
-The pass is a verify pass without a prefix: the prompt and the draft behind it are one chain. Our
-attention gives a token the same bits in either (cpu/attention_kernel.py).
+The pass is a verify pass behind what is cached: what is left of the prompt and the draft are one
+chain. Our attention gives a token the same bits in either (cpu/attention_kernel.py).
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
+from sglang_ext.bias import BiasedRows
+from sglang_ext.drafters import Bias
 from sglang_ext.ragged import needs_every_row
+from sglang_ext.tree import TokenTree
+from sglang_ext.verify import prefer_greedily
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.managers.utils import GenerationBatchResult
 
+# The pass makes a row of logits of every token: too dear for long prompts, whose own reading takes
+# the time anyway.
+_MOST_PROMPT_TOKENS = 128
 # What the pass changes of a batch, put back behind it.
 _CHANGED = (
     "forward_mode", "input_ids", "out_cache_loc", "seq_lens", "seq_lens_cpu", "seq_lens_sum",
@@ -65,14 +73,13 @@ class PrefilledDrafts:
 
 
 def can_read_drafts(batch: "ScheduleBatch") -> bool:
-    """Whether a prefill batch has room for drafts: whole prompts behind audio, plain greedy."""
+    """Whether a prefill batch has room for drafts: prompts to their ends, few tokens, greedy."""
     return bool(
         batch.forward_mode == ForwardMode.EXTEND
-        and batch.encoder_lens is not None
+        and batch.chunked_req is None
         and not needs_every_row(batch)
-        and not any(batch.prefix_lens)
         and batch.input_ids is not None
-        and len(batch.input_ids) == sum(batch.extend_lens)
+        and len(batch.input_ids) == sum(batch.extend_lens) <= _MOST_PROMPT_TOKENS
     )
 
 
@@ -80,17 +87,20 @@ def prefill_with_drafts(
     target: "TpModelWorker",
     allocator: Any,
     batch: "ScheduleBatch",
-    drafts: Sequence[Sequence[int]],
+    chains: Sequence[TokenTree],
+    biases: Sequence[Bias | None],
 ) -> PrefilledDrafts | None:
     """Run the prefill of `batch` (see `can_read_drafts`) with a draft behind each prompt.
 
     Args:
         allocator: of the KV pool, pages of one token; what it lends is given back.
-        drafts: a chain of tokens for each request; may be empty.
+        chains: a chain of tokens for each request; may be empty.
+        biases: of the tokens that each request will write.
 
     Returns:
         None if the pool has no room for the drafts: nothing was run.
     """
+    drafts = [chain.tokens.tolist() for chain in chains]
     slots = allocator.alloc(sum(map(len, drafts)))
     if slots is None:
         return None
@@ -101,7 +111,12 @@ def prefill_with_drafts(
         logits = result.logits_output.next_token_logits
         said = torch.argmax(logits, dim=-1)
         lens = [len(draft) + 1 for draft in drafts]
-        ends = np.cumsum([p + n - 1 for p, n in zip(batch.extend_lens, lens, strict=True)])
+        ends = np.cumsum(
+            [p + n - 1 for p, n in zip(batch.extend_lens, lens, strict=True)], dtype=np.int64
+        )
+        biased = _biased_rows(biases, chains, ends - lens, len(said))
+        if biased is not None:
+            prefer_greedily(said, logits, biased)
         predicted = [said[end - n : end].tolist() for end, n in zip(ends, lens, strict=True)]
         lent = slots.split([len(draft) for draft in drafts])
         pool = allocator.get_kvcache()
@@ -126,6 +141,25 @@ def write_known(known: KnownTokens, pool: Any, slots: torch.Tensor) -> None:
     for layer, (k, v) in enumerate(known.kv):
         pool.k_buffer[layer][slots] = k
         pool.v_buffer[layer][slots] = v
+
+
+def _biased_rows(
+    biases: Sequence[Bias | None],
+    chains: Sequence[TokenTree],
+    roots: npt.NDArray[np.int64],
+    rows: int,
+) -> BiasedRows | None:
+    """The biased ones of a pass's `rows`; each prompt's last token is the root of its chain."""
+    if not any(biases):
+        return None
+    expected = np.full((rows, 1), -1, dtype=np.int64)
+    of_row: list[Bias | None] = [None] * rows
+    for bias, chain, root in zip(biases, chains, roots.tolist(), strict=True):
+        if bias is not None:
+            end = root + len(chain) + 1
+            expected[root:end, 0] = bias.at_nodes(chain)
+            of_row[root:end] = [bias] * (end - root)
+    return BiasedRows.of(of_row, expected)
 
 
 def _known(
@@ -153,7 +187,8 @@ def _join(batch: "ScheduleBatch", drafts: Sequence[Sequence[int]], slots: torch.
     for prompt, draft, slot, extra in zip(prompts, drafts, cached, lent, strict=True):
         tokens += [prompt, torch.tensor(draft, dtype=prompt.dtype)]
         places += [slot, extra]
-    positions = [torch.arange(n) for n in lens]
+    prefixes = torch.tensor(batch.prefix_lens, dtype=batch.seq_lens_cpu.dtype)
+    positions = [p + torch.arange(n) for p, n in zip(batch.prefix_lens, lens, strict=True)]
     verify_input = NgramVerifyInput(
         custom_mask=chain.repeat(bs, 1).flatten(),
         positions=torch.cat(positions),
@@ -164,7 +199,7 @@ def _join(batch: "ScheduleBatch", drafts: Sequence[Sequence[int]], slots: torch.
     batch.forward_mode = ForwardMode.TARGET_VERIFY
     batch.input_ids = torch.cat(tokens)
     batch.out_cache_loc = torch.cat(places)
-    batch.seq_lens = torch.zeros_like(batch.seq_lens)
-    batch.seq_lens_cpu = torch.zeros_like(batch.seq_lens_cpu)
+    batch.seq_lens = prefixes.to(batch.seq_lens.dtype)
+    batch.seq_lens_cpu = prefixes
     batch.seq_lens_sum = None
     batch.spec_info = verify_input

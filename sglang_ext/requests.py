@@ -210,6 +210,14 @@ class RequestTable:
         known = self._prefilled.get(req.rid)
         return known if known is not None and known.req is req else None
 
+    def reading(self, req: "Req") -> RunningRequest | None:
+        """A request whose prompt is being read, or its output again after a retraction."""
+        known = self._running.get(req.rid)
+        if known is None or known.req is not req:
+            return self.prefilled(req)
+        self._append(known, req.output_ids, ())
+        return known
+
     def finish(self, rid: str) -> None:
         """The request ended: give its drafter the whole output, without what came after a stop."""
         self._prefilled.pop(rid, None)

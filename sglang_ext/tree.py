@@ -41,14 +41,20 @@ class TokenTree:
         return _EMPTY
 
     @classmethod
-    def chain(cls, tokens: Sequence[int], prob: float = 0.9) -> "TokenTree":
-        """One branch; `prob` is the chance that a token is right once those before it are."""
+    def chain(
+        cls, tokens: Sequence[int], prob: float = 0.9, first: float | None = None
+    ) -> "TokenTree":
+        """One branch.
+
+        Args:
+            prob: the chance that a token is right once those before it are.
+            first: the first token's chance, where it is another.
+        """
         n = len(tokens)
-        return cls(
-            np.asarray(tokens, dtype=np.int64),
-            np.arange(-1, n - 1, dtype=np.int32),
-            np.power(np.float32(prob), np.arange(1, n + 1, dtype=np.float32)),
-        )
+        probs = np.power(np.float32(prob), np.arange(1, n + 1, dtype=np.float32))
+        if first is not None:
+            probs *= np.float32(first / prob)
+        return cls(np.asarray(tokens, dtype=np.int64), np.arange(-1, n - 1, dtype=np.int32), probs)
 
     def first(self, n: int) -> "TokenTree":
         """The subtree of the first `n` nodes."""
@@ -102,6 +108,43 @@ class TokenTree:
 _EMPTY = TokenTree(
     np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
 )
+
+
+def merged(trees: Sequence[TokenTree], max_nodes: int) -> TokenTree:
+    """One tree of all their nodes, the best `max_nodes`: a path that several have is there once.
+
+    A node's probability is the highest that any of them gives it, its sources are all of theirs.
+    """
+    index: dict[tuple[int, int], int] = {}
+    parents: list[int] = []
+    probs: list[float] = []
+    sources: list[int] = []
+    for tree in trees:
+        places: list[int] = []
+        for node in range(len(tree)):
+            parent = int(tree.parents[node])
+            parent = places[parent] if parent >= 0 else NO_PARENT
+            place = index.setdefault((parent, int(tree.tokens[node])), len(index))
+            if place == len(parents):
+                parents.append(parent)
+                probs.append(0.0)
+                sources.append(0)
+            # Never above its parent's, which another tree may rate lower.
+            prob = float(tree.probs[node])
+            probs[place] = max(probs[place], min(prob, probs[parent] if parent >= 0 else prob))
+            sources[place] |= 0 if tree.sources is None else int(tree.sources[node])
+            places.append(place)
+    # Stable, so that a parent stays in front of a child of equal probability.
+    order = np.argsort(-np.array(probs, dtype=np.float32), kind="stable")[:max_nodes]
+    new_index = np.full(len(parents) + 1, NO_PARENT, dtype=np.int32)  # the last one: the root's
+    new_index[order] = np.arange(len(order), dtype=np.int32)
+    tokens = np.array([token for _, token in index], dtype=np.int64)
+    return TokenTree(
+        tokens[order],
+        new_index[np.array(parents, dtype=np.int64)[order]],
+        np.array(probs, dtype=np.float32)[order],
+        np.array(sources, dtype=np.int8)[order],
+    )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ child. Every committed token is then the target's own choice given what precedes
 output is that of plain decoding and sampling keeps the target's distribution, whatever was
 drafted; with a sampling seed even the tokens are those of plain decoding, because SGLang's
 seeded sampler depends on seed and position only.
+
+The biased rule (bias.py) differs in what the target's own token is at the positions that a drafter
+biases; the walk is the same.
 """
 
 import dataclasses
@@ -17,6 +20,7 @@ import numpy.typing as npt
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
+from sglang_ext.bias import BiasedRows, coins_of, is_greedy, prefer
 from sglang_ext.tree import PackedTrees, child_with, walk
 
 if TYPE_CHECKING:
@@ -47,8 +51,9 @@ def accept_on_host(
     positions: torch.Tensor,
     sampler: Any,
     nodes: npt.NDArray[np.int64] | None = None,
+    biased: BiasedRows | None = None,
 ) -> Accepted:
-    """The exact rule for logits on the host: only nodes on the accepted path are sampled.
+    """The rules for logits on the host: only nodes on the accepted path are sampled.
 
     Args:
         logits: float[bs * width, vocab], penalties, bias and grammar already applied.
@@ -56,17 +61,23 @@ def accept_on_host(
         sampler: SGLang's layers/sampler.py Sampler.
         nodes: int64[T], the flat indices of the nodes that `logits` has rows for, if not of
             all; greedy requests only.
+        biased: the nodes with a biased token; None: the exact rule alone.
     """
     bs, width = trees.tokens.shape
     if sampling_info.is_all_greedy:
-        predicted = torch.argmax(logits, dim=-1).numpy()
+        chosen = torch.argmax(logits, dim=-1)
+        if biased is not None:
+            prefer_greedily(chosen, logits, biased, nodes)
+        predicted = chosen.numpy()
         if nodes is not None:
             rows, predicted = predicted, np.zeros(bs * width, dtype=np.int64)
             predicted[nodes] = rows
         predicted = predicted.reshape(bs, width)
         index, lens = walk(trees.tokens, trees.next_token, trees.next_sibling, predicted)
     else:
-        predicted, index, lens = _sample_walk(logits, trees, sampling_info, positions, sampler)
+        predicted, index, lens = _sample_walk(
+            logits, trees, sampling_info, positions, sampler, biased
+        )
     return Accepted(
         torch.from_numpy(predicted.reshape(-1).astype(np.int32)),
         torch.from_numpy(index),
@@ -81,13 +92,15 @@ def accept_on_device(
     positions: torch.Tensor,
     sampler: Any,
     tp_group: Any,
+    biased: BiasedRows | None = None,
 ) -> Accepted:
-    """The exact rule without a host round trip: every node is sampled, a kernel walks the trees.
+    """The rules without a host round trip: every node is sampled, a kernel walks the trees.
 
     Args:
         logits: float[bs * width, vocab], as in accept_on_host.
         verify_input: SGLang's NgramVerifyInput of this step.
         tp_group: tensor-parallel group; rank 0's samples bind all ranks.
+        biased: as in accept_on_host.
     """
     from sglang.kernels.ops.speculative.spec_tree import verify_tree_greedy_func
 
@@ -96,9 +109,17 @@ def accept_on_device(
     device = logits.device
     if sampling_info.is_all_greedy:
         predicted = torch.argmax(logits, dim=-1)
+        if biased is not None:
+            prefer_greedily(predicted, logits, biased)
     else:
         rows = torch.arange(bs, device=device).repeat_interleave(width)
-        predicted = _sample_rows(logits.clone(), sampling_info, rows, positions, sampler)
+        probs = logits.clone()
+        predicted = _sample_rows(probs, sampling_info, rows, positions, sampler)
+        if biased is not None:
+            at = biased.places
+            predicted[at] = _prefer_sampled(
+                predicted[at], probs[at], biased, sampling_info, positions[at]
+            )
     predicted = predicted.to(torch.int64)
     if tp_group.world_size > 1:
         tp_group.broadcast(predicted, src=0)
@@ -116,19 +137,64 @@ def accept_on_device(
     return Accepted(predict, accept_index, correct + 1)
 
 
-def _sample_walk(logits, trees, sampling_info, positions, sampler):
+def prefer_greedily(
+    chosen: torch.Tensor,
+    logits: torch.Tensor,
+    biased: BiasedRows,
+    nodes: npt.NDArray[np.int64] | None = None,
+) -> None:
+    """Put the biased rule's tokens into `chosen`, for greedy requests.
+
+    Args:
+        chosen: int64[T], the likeliest token of each row of `logits` [T, vocab].
+        nodes: int64[T], the place of each row; None: a row's place is its number.
+    """
+    at = biased.places
+    if nodes is not None:
+        at = torch.from_numpy(np.searchsorted(nodes, at.numpy()))
+    # Where the target agrees there is nothing to decide.
+    differs = torch.nonzero(chosen[at] != biased.expected)[:, 0]
+    at, biased = at[differs], biased.at(differs)
+    probs = torch.softmax(logits[at].float(), dim=-1)
+    greedy = torch.ones(len(at), dtype=torch.bool, device=logits.device)
+    chosen[at] = prefer(chosen[at], probs, biased, greedy, biased.betas)
+
+
+def _prefer_sampled(tokens, probs, biased, sampling_info, positions) -> torch.Tensor:
+    """The biased rule's tokens for nodes at `positions` whose sampler has left `probs`."""
+    rows = biased.rows
+    seeds = sampling_info.sampling_seed
+    coins = coins_of(seeds[rows] if seeds is not None else None, positions + 1)
+    return prefer(tokens, probs.float(), biased, is_greedy(sampling_info)[rows], coins)
+
+
+def _sample_walk(logits, trees, sampling_info, positions, sampler, biased):
     bs, width = trees.tokens.shape
     predicted = np.zeros((bs, width), dtype=np.int64)
     index = np.full((bs, width), -1, dtype=np.int32)
     lens = np.zeros(bs, dtype=np.int32)
     rows = np.arange(bs)
     nodes = np.zeros(bs, dtype=np.int64)
+    # Which of the biased rows each place is.
+    number = np.full(bs * width, -1, dtype=np.int64)
+    if biased is not None:
+        number[biased.places.numpy()] = np.arange(len(biased.places))
     while len(rows):
         flat = rows * width + nodes
         at = torch.from_numpy(flat)
-        tokens = _sample_rows(
-            logits[at], sampling_info, torch.from_numpy(rows), positions[at], sampler
-        ).numpy()
+        probs = logits[at]
+        sampled = _sample_rows(probs, sampling_info, torch.from_numpy(rows), positions[at], sampler)
+        of_bias = torch.from_numpy(number[flat])
+        if biased is not None and (of_bias >= 0).any():
+            here = torch.nonzero(of_bias >= 0)[:, 0]
+            sampled[here] = _prefer_sampled(
+                sampled[here],
+                probs[here],
+                biased.at(of_bias[here]),
+                sampling_info,
+                positions[at][here],
+            )
+        tokens = sampled.numpy()
         predicted[rows, nodes] = tokens
         index[rows, lens[rows]] = flat
         lens[rows] += 1

@@ -44,9 +44,10 @@ from sglang.srt.utils import broadcast_pyobj
 
 from sglang_ext import penalties
 from sglang_ext.api import control
+from sglang_ext.bias import BiasedRows, prefer_next_tokens
 from sglang_ext.budget import CostModel, knee
 from sglang_ext.costs import costs_of
-from sglang_ext.drafters import DrafterContext
+from sglang_ext.drafters import Bias, DrafterContext
 from sglang_ext.drafting import DraftPlanner
 from sglang_ext.encoder_decoder import decoder_starts, keep_encoder_outputs
 from sglang_ext.host_prefill import HostPrefill
@@ -197,19 +198,24 @@ class SpeculativeWorker(BaseSpecWorker):
         if known:
             return self._decode_known(batch, known, on_publish)
         roots = [r.draft.output[-1] for r in running]
-        trees, width = self._draft(batch, running)
+        trees, width, biases = self._draft(batch, running)
         if width == 1 and (self.on_host or self._must_decode_plainly(batch)):
-            return self._plain_decode(batch, running, roots, on_publish)
-        return self._verify(batch, running, pack(roots, trees, width), trees, on_publish)
+            return self._plain_decode(batch, running, roots, biases, on_publish)
+        packed = pack(roots, trees, width)
+        biased = BiasedRows.of_trees(biases, trees, packed, self.device) if any(biases) else None
+        return self._verify(batch, running, packed, trees, biased, on_publish)
 
     def _prefill(self, batch, on_publish, pp_proxy_tensors) -> GenerationBatchResult:
+        self.planner.prefill(batch.reqs)
+        biases = self._from_rank_0(self.planner.biases_in_prefill(batch.reqs))
         if self._host_prefill is not None:
             plainly = self._must_decode_plainly(batch)
-            result = self._host_prefill.run(batch, plainly, pp_proxy_tensors)
+            result = self._host_prefill.run(batch, biases, plainly, pp_proxy_tensors)
         else:
             result = self._target_worker.forward_batch_generation(
                 batch, pp_proxy_tensors=pp_proxy_tensors
             )
+            prefer_next_tokens(result, batch, biases)
         new_seq_lens = batch.seq_lens.clone()
         if on_publish is not None:
             on_publish(new_seq_lens)
@@ -234,19 +240,22 @@ class SpeculativeWorker(BaseSpecWorker):
 
     def _draft(
         self, batch: ScheduleBatch, running: Sequence[RunningRequest]
-    ) -> tuple[list[TokenTree], int]:
+    ) -> tuple[list[TokenTree], int, list[Bias | None]]:
         plain = [TokenTree.empty()] * len(running), 1
         trees, width = (
             plain
             if self._must_decode_plainly(batch)
             else self.planner.plan(running, padded=not self._ragged)
         )
-        if get_parallel().tp_size > 1:
-            group = self.model_runner.tp_group
-            trees, width = broadcast_pyobj(
-                [trees, width], group.rank, group.cpu_group, src=group.ranks[0]
-            )
-        return trees, width
+        trees, width, biases = self._from_rank_0([trees, width, self.planner.biases(running)])
+        return trees, width, biases
+
+    def _from_rank_0(self, values: list[Any]) -> list[Any]:
+        """Rank 0's values on every rank: only it has drafters."""
+        if get_parallel().tp_size == 1:
+            return values
+        group = self.model_runner.tp_group
+        return broadcast_pyobj(values, group.rank, group.cpu_group, src=group.ranks[0])
 
     @staticmethod
     def _must_decode_plainly(batch: ScheduleBatch) -> bool:
@@ -266,6 +275,7 @@ class SpeculativeWorker(BaseSpecWorker):
         batch: ScheduleBatch,
         running: Sequence[RunningRequest],
         roots: Sequence[int],
+        biases: Sequence[Bias | None],
         on_publish,
     ) -> GenerationBatchResult:
         """One token a request through SGLang's own decode and sampler."""
@@ -282,6 +292,7 @@ class SpeculativeWorker(BaseSpecWorker):
         batch.spec_info = None
         self._set_exact_penalties(batch, running)
         result = self._target_worker.forward_batch_generation(batch)
+        prefer_next_tokens(result, batch, biases)
         self.planner.note_step(len(running), time.perf_counter() - start)
         if on_publish is not None:
             on_publish(new_seq_lens)
@@ -322,6 +333,7 @@ class SpeculativeWorker(BaseSpecWorker):
         running: Sequence[RunningRequest],
         packed: PackedTrees,
         trees: Sequence[TokenTree],
+        biased: BiasedRows | None,
         on_publish,
     ) -> GenerationBatchResult:
         start = time.perf_counter()
@@ -339,7 +351,7 @@ class SpeculativeWorker(BaseSpecWorker):
             nodes = None
         logits = logits_output.next_token_logits
         self._adjust_logits(logits, batch, running, packed)
-        accepted = self._accept(logits, batch, packed, verify_input, positions, nodes)
+        accepted = self._accept(logits, batch, packed, verify_input, positions, nodes, biased)
         self._commit(batch, accepted, packed.width)
         if batch.return_logprob:
             compute_spec_logprobs(
@@ -448,15 +460,14 @@ class SpeculativeWorker(BaseSpecWorker):
             logits += batch.sampling_info.logit_bias.repeat_interleave(packed.width, dim=0)
 
     def _accept(
-        self, logits, batch, packed: PackedTrees, verify_input, positions, nodes
+        self, logits, batch, packed: PackedTrees, verify_input, positions, nodes, biased
     ) -> Accepted:
         sampler = self.model_runner.sampler
+        info = batch.sampling_info
         if self.on_host:
-            return accept_on_host(logits, packed, batch.sampling_info, positions, sampler, nodes)
+            return accept_on_host(logits, packed, info, positions, sampler, nodes, biased)
         group = get_parallel().tp_group
-        return accept_on_device(
-            logits, verify_input, batch.sampling_info, positions, sampler, group
-        )
+        return accept_on_device(logits, verify_input, info, positions, sampler, group, biased)
 
     def _commit(self, batch: ScheduleBatch, accepted: Accepted, width: int) -> None:
         """Bring the accepted nodes' KV to the front of each request's slots."""

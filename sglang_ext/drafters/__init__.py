@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
 from sglang_ext.options import Options
 from sglang_ext.tree import TokenTree
 
@@ -44,6 +47,27 @@ class DraftRequest:
 
 
 @dataclass(frozen=True)
+class Bias:
+    """What a request's next tokens are biased to.
+
+    Attributes:
+        tokens: the tokens expected after its output so far, the next one first.
+        beta: 0 (the target alone decides) to 1 (the expected token wherever it is possible).
+    """
+
+    tokens: Sequence[int]
+    beta: float
+
+    def at_nodes(self, tree: TokenTree) -> npt.NDArray[np.int64]:
+        """int64[1 + len(tree)], the token expected after the root and after each node; -1: none."""
+        expected = np.full(1 + len(tree), -1, dtype=np.int64)
+        on_path = 1 + np.flatnonzero(tree.path(self.tokens))
+        nodes = np.concatenate([[0], on_path])[: len(self.tokens)]
+        expected[nodes] = np.asarray(self.tokens[: len(nodes)], dtype=np.int64)
+        return expected
+
+
+@dataclass(frozen=True)
 class DrafterContext:
     """What a drafter may need to know of the server it works in.
 
@@ -60,6 +84,8 @@ class DrafterContext:
     tokenizer_fingerprint: str = ""
     eos_token_ids: frozenset[int] = frozenset()
     model_path: str = ""
+    loaded: dict[str, "Drafter"] = field(default_factory=dict, compare=False)
+    """The server's drafters so far, by name: see `load`."""
 
 
 @runtime_checkable
@@ -78,6 +104,8 @@ class Drafter(Protocol):
     - `verified(request, tree, predicted)`: called between propose and observe where every verified
       node was asked: `tree` is what was verified of the proposed one, `predicted` the target's
       token after the root, then after each of its nodes, those behind a rejected one included.
+    - `bias(request)`: the Bias of its next tokens, or None; asked in every step, the one that reads
+      its prompt included. Changes what is written: only for requests that ask for it.
     - `check(params)`: raises ValueError for custom_params that it cannot use; called where the
       client gets the message. A static method.
     - `counters`: a mapping of totals since the start by name, reported as a metric.
@@ -118,13 +146,17 @@ def find(name: str) -> EntryPoint:
 
 
 def load(name: str, context: DrafterContext) -> Drafter:
-    """The drafter installed as `name`.
+    """The server's drafter installed as `name`: made once, so that one may draft with another.
 
     Raises:
         DrafterError: no such entry point, or it does not load.
     """
-    point = find(name)
-    try:
-        return point.load()(context)
-    except ImportError as error:
-        raise DrafterError(f"drafter {name!r} ({point.value}) does not load: {error}") from error
+    if name not in context.loaded:
+        point = find(name)
+        try:
+            context.loaded[name] = point.load()(context)
+        except ImportError as error:
+            raise DrafterError(
+                f"drafter {name!r} ({point.value}) does not load: {error}"
+            ) from error
+    return context.loaded[name]

@@ -11,6 +11,8 @@ from sglang_ext.prefill_drafts import KnownTokens
 from sglang_ext.tree import TokenTree
 from tests.unit.core.test_prefill_drafts import Allocator, Target, prefill_batch
 
+UNBIASED = [None, None]
+
 
 class Planner:
     metrics = None
@@ -18,9 +20,6 @@ class Planner:
     def __init__(self, *chains: list[int]):
         self.chains = [TokenTree.chain(chain) for chain in chains]
         self.told: list = []
-
-    def prefill(self, reqs):
-        self.told.append("prefill")
 
     def foresee(self, reqs):
         return self.chains
@@ -41,7 +40,6 @@ class Runner(Target):
     def __init__(self):
         super().__init__()
         self.allocator = Allocator()
-        self.plain = 0
         self.model_runner = SimpleNamespace(
             model_config=SimpleNamespace(is_encoder_decoder=True), model=torch.nn.Identity()
         )
@@ -53,7 +51,6 @@ class Runner(Target):
     def forward_batch_generation(self, batch, is_verify=False, pp_proxy_tensors=None):
         if is_verify:
             return super().forward_batch_generation(batch, is_verify)
-        self.plain += 1
         return "as SGLang does"
 
 
@@ -87,7 +84,7 @@ def running(batch, *outputs):
 
 def test_what_is_right_of_a_draft_waits_for_the_first_decode_step(prefill):
     batch = batch_of("a", "b")
-    result = prefill.run(batch, False, None)
+    result = prefill.run(batch, UNBIASED, False, None)
     assert result.next_token_ids.tolist() == [6, 21]
     (known,) = prefill.take(running(batch, [6])[:1])
     assert (known.first, known.tokens) == (6, [7, 8])
@@ -97,27 +94,27 @@ def test_what_is_right_of_a_draft_waits_for_the_first_decode_step(prefill):
 @pytest.mark.parametrize("output", [[5], [6, 7]], ids=["another token", "a later step"])
 def test_what_no_longer_fits_is_forgotten(prefill, output):
     batch = batch_of("a", "b")
-    prefill.run(batch, False, None)
+    prefill.run(batch, UNBIASED, False, None)
     assert prefill.take(running(batch, output)) == []
     assert prefill.take(running(batch, [6])) == []
 
 
 def test_all_requests_of_a_step_or_none(prefill):
     batch = batch_of("a", "b")
-    prefill.run(batch, False, None)
+    prefill.run(batch, UNBIASED, False, None)
     assert prefill.take(running(batch, [6], [21])) == []  # nothing is known of b
 
 
 def test_another_request_of_the_same_name_gets_nothing(prefill):
     batch = batch_of("a", "b")
-    prefill.run(batch, False, None)
+    prefill.run(batch, UNBIASED, False, None)
     assert prefill.take(running(batch_of("a"), [6])) == []
 
 
 @pytest.mark.parametrize("how", ["forget", "clear"])
 def test_requests_that_end_are_forgotten(prefill, how):
     batch = batch_of("a", "b")
-    prefill.run(batch, False, None)
+    prefill.run(batch, UNBIASED, False, None)
     prefill.forget("a") if how == "forget" else prefill.clear()
     assert prefill.take(running(batch, [6])[:1]) == []
 
@@ -146,10 +143,10 @@ def test_where_drafts_may_not_be_read_the_prefill_is_sglangs(monkeypatch, drafts
     monkeypatch.setattr(host_prefill, "can_leave_padding_out", lambda runner: True)
     target, planner = Runner(), Planner([6], [30])
     made = HostPrefill(target, planner, drafts=drafts)
-    assert made.run(batch_of("a", "b"), plainly, None) == "as SGLang does"
-    assert planner.told == ["prefill", "note"]
+    assert made.run(batch_of("a", "b"), UNBIASED, plainly, None) == "as SGLang does"
+    assert planner.told == ["note"]
 
 
 def test_a_drafter_with_nothing_to_say_costs_nothing(prefill):
     prefill._planner.chains = [TokenTree.empty()] * 2
-    assert prefill.run(batch_of("a", "b"), False, None) == "as SGLang does"
+    assert prefill.run(batch_of("a", "b"), UNBIASED, False, None) == "as SGLang does"

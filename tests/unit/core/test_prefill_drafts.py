@@ -8,7 +8,9 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_ext import prefill_drafts
+from sglang_ext.drafters import Bias
 from sglang_ext.prefill_drafts import can_read_drafts, prefill_with_drafts, write_known
+from sglang_ext.tree import TokenTree
 
 VOCAB = 50
 
@@ -63,6 +65,7 @@ def prefill_batch(**more):
     return SimpleNamespace(
         forward_mode=ForwardMode.EXTEND,
         encoder_lens=torch.tensor([1500, 1500]),
+        chunked_req=None,
         prefix_lens=[0, 0],
         extend_lens=[3, 2],
         input_ids=torch.tensor([1, 2, 5, 1, 20]),
@@ -79,9 +82,15 @@ def prefill_batch(**more):
     )
 
 
+def read(target, allocator, batch, *drafts, biases=(None, None)):
+    """The pass with these drafts behind the prompts."""
+    chains = [TokenTree.chain(draft) for draft in drafts]
+    return prefill_with_drafts(target, allocator, batch, chains, biases)
+
+
 def test_the_pass_reads_each_draft_behind_its_prompt():
     target, allocator, batch = Target(), Allocator(), prefill_batch()
-    prefill_with_drafts(target, allocator, batch, [[6, 7, 9], []])
+    read(target, allocator, batch, [6, 7, 9], [])
     seen = target.seen
     assert seen.forward_mode == ForwardMode.TARGET_VERIFY
     assert seen.input_ids.tolist() == [1, 2, 5, 6, 7, 9, 1, 20]
@@ -96,7 +105,7 @@ def test_the_pass_reads_each_draft_behind_its_prompt():
 
 def test_first_tokens_are_the_prompts_and_what_is_right_is_known():
     allocator, batch = Allocator(), prefill_batch()
-    done = prefill_with_drafts(Target(), allocator, batch, [[6, 7, 9], [30, 31]])
+    done = read(Target(), allocator, batch, [6, 7, 9], [30, 31])
     assert done.result.next_token_ids.tolist() == [6, 21]
     assert done.result.logits_output.next_token_logits.argmax(-1).tolist() == [6, 21]
     assert done.predicted == [[6, 7, 8, 10], [21, 31, 32]]
@@ -111,22 +120,44 @@ def test_first_tokens_are_the_prompts_and_what_is_right_is_known():
     assert pool.v_buffer[0][[2, 3, 9]].flatten().tolist() == [202, 240, 241]
 
 
+def test_a_cached_prefix_is_behind_what_is_read():
+    target, batch = Target(), prefill_batch()
+    batch.encoder_lens, batch.prefix_lens = None, [7, 0]
+    batch.seq_lens = batch.seq_lens_cpu = torch.tensor([10, 2])
+    read(target, Allocator(), batch, [6], [30])
+    assert target.seen.seq_lens.tolist() == target.seen.seq_lens_cpu.tolist() == [7, 0]
+    assert target.seen.spec_info.positions.tolist() == [7, 8, 9, 10, 0, 1, 2]
+    assert batch.seq_lens.tolist() == [10, 2]
+
+
+def test_biased_tokens_are_known_as_the_draft_has_them():
+    # The target says 6, 7, 8 and 21 with a probability of e / (49 + e) = 5%; of all others 2%.
+    biases = [Bias([6, 30, 31], 0.05), None]
+    done = read(Target(), Allocator(), prefill_batch(), [6, 30], [33], biases=biases)
+    assert done.result.next_token_ids.tolist() == [6, 21]
+    assert done.predicted == [[6, 30, 31], [21, 34]]
+    assert done.known[0].tokens == [30, 31] and done.known[1] is None
+    unbiased = [Bias([6, 30, 31], 0.01), None]
+    done = read(Target(), Allocator(), prefill_batch(), [6, 30], [33], biases=unbiased)
+    assert done.predicted == [[6, 7, 31], [21, 34]]
+
+
 @pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])
 def test_the_batch_and_the_slots_are_given_back(error):
     allocator, batch = Allocator(), prefill_batch()
     before = dict(vars(batch))
     if error is None:
-        prefill_with_drafts(Target(), allocator, batch, [[6], [7, 8]])
+        read(Target(), allocator, batch, [6], [7, 8])
     else:
         with pytest.raises(RuntimeError):
-            prefill_with_drafts(Target(error), allocator, batch, [[6], [7, 8]])
+            read(Target(error), allocator, batch, [6], [7, 8])
     assert len(allocator.free_slots) == 20
     assert all(vars(batch)[name] is value for name, value in before.items())
 
 
 def test_without_room_nothing_is_run():
     target = Target()
-    assert prefill_with_drafts(target, Allocator(free=2), prefill_batch(), [[6], [7, 8]]) is None
+    assert read(target, Allocator(free=2), prefill_batch(), [6], [7, 8]) is None
     assert target.seen is None
 
 
@@ -134,8 +165,8 @@ def test_without_room_nothing_is_run():
     "change",
     [
         {"forward_mode": ForwardMode.MIXED},
-        {"encoder_lens": None},
-        {"prefix_lens": [0, 1]},
+        {"chunked_req": object()},
+        {"extend_lens": [3, 200], "input_ids": torch.arange(203)},
         {"return_logprob": True},
         {"has_grammar": True},
         {"input_ids": None},
@@ -153,7 +184,7 @@ def test_attention_reads_such_a_pass_as_it_reads_an_extend_pass():
     from sglang_ext.cpu.attention import extend_slots, verify_slots
 
     target, batch = Target(), prefill_batch()
-    prefill_with_drafts(target, Allocator(), batch, [[6, 7, 9], []])
+    read(target, Allocator(), batch, [6, 7, 9], [])
     table = np.zeros((2, 1520), dtype=np.int64)
     table[0, 1500:1506] = [10, 11, 12, 40, 41, 42]
     table[1, 1500:1502] = [30, 31]

@@ -25,13 +25,17 @@ class Sampling:
 
 
 class Multinomial:
-    """Draws from softmax(logits / temperature), the simplest case of SGLang's sampler."""
+    """Draws from softmax(logits / temperature), the simplest case of SGLang's sampler.
+
+    Like it, it leaves probabilities where it found logits.
+    """
 
     def __init__(self, seed: int):
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, output, info, *_args):
         probs = torch.softmax(output.next_token_logits / info.temperatures, dim=-1)
+        output.next_token_logits.copy_(probs)
         return torch.multinomial(probs, 1, generator=self.generator).squeeze(1)
 
 
