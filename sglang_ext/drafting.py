@@ -121,13 +121,15 @@ class DraftPlanner:
         """As `biases`, for requests whose prompts (or retracted outputs) are being read."""
         return self.biases([self.requests.reading(req) for req in reqs])
 
-    @staticmethod
-    def _bias(running: RunningRequest) -> Bias | None:
+    def _bias(self, running: RunningRequest) -> Bias | None:
         hook = getattr(running.drafter, "bias", None)
         if hook is None:
             return None
         try:
-            return hook(running.draft)
+            bias = hook(running.draft)
+            if bias is not None:
+                bias.check(self._vocab_size)
+            return bias
         except Exception:
             logger.exception("drafter %s failed to bias", type(running.drafter).__name__)
             return None

@@ -58,6 +58,13 @@ class Bias:
     tokens: Sequence[int]
     beta: float
 
+    def check(self, vocab_size: int) -> None:
+        """Raise ValueError, naming the field, if this is no bias over `vocab_size` tokens."""
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"beta must be from 0 to 1, got {self.beta}")
+        if len(self.tokens) and not 0 <= min(self.tokens) <= max(self.tokens) < vocab_size:
+            raise ValueError(f"tokens must be in 0..{vocab_size - 1}")
+
     def at_nodes(self, tree: TokenTree) -> npt.NDArray[np.int64]:
         """int64[1 + len(tree)], the token expected after the root and after each node; -1: none."""
         expected = np.full(1 + len(tree), -1, dtype=np.int64)

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from sglang_ext.drafters import Bias, DrafterContext, DraftRequest, load
@@ -23,6 +24,8 @@ from sglang_ext.tree import TokenTree, merged
 PARAMETER = "ssbd"
 _MOST_DRAFT_TOKENS = 1 << 16
 _LONGEST_NAME = 256
+# No step is wider (plugin.MAX_DRAFT_TOKENS).
+_FAR_ENOUGH = 256
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ class RetranslationDrafter:
     def __init__(self, context: DrafterContext) -> None:
         options = context.options
         self._beta = options.ssbd_beta
+        self._vocab_size = context.vocab_size
         self._eos = context.eos_token_ids
         self._sessions = SessionOutputs(options.ssbd_sessions, options.ssbd_idle_seconds)
         self._retrieval = load("sssd", context)
@@ -194,7 +198,7 @@ class RetranslationDrafter:
         tokens = state.previous.expected()
         if not tokens and state.options.bias_realigned:
             tokens = state.previous.realigned()
-        return Bias(tokens, beta) if beta and tokens else None
+        return Bias(tokens[:_FAR_ENOUGH], beta) if beta and tokens else None
 
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         """The rest of the previous output; behind a disagreement realigned, and retrieval."""
@@ -226,9 +230,12 @@ class RetranslationDrafter:
         if draft is None:
             session = options.session
             draft = self._sessions.get(namespace_of(request), session) if session else ()
+        draft = draft[: max(0, len(draft) - options.trim)]
+        # What is no token cannot be written: nothing behind it is of use.
+        draft = tuple(takewhile(lambda token: token < self._vocab_size, draft))
         if draft:
             self.counters["drafted_sessions"] += 1
-        return _State(options, PreviousOutput(draft[: max(0, len(draft) - options.trim)]), None)
+        return _State(options, PreviousOutput(draft), None)
 
     @staticmethod
     def _from_previous(state: _State, max_nodes: int) -> TokenTree:

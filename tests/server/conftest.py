@@ -29,7 +29,7 @@ def plain_server() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def sssd_server() -> Iterator[Server]:
     """SSSD that verifies every draft it has, with the drafter of random trees at hand."""
-    flags = ["--speculative-algorithm", "SSSD", "--budget", "fixed", "--drafters", "random"]
+    flags = ["--speculative-algorithm", "SSSD", "--budget", "fixed", "--drafters", "random,ssbd"]
     with Server(MODEL, [*flags, *CHUNK, "--enable-metrics"], name="sssd") as server:
         yield server
 

@@ -166,3 +166,9 @@ def test_tokens_of_sglangs_own_sampler_are_biased_afterwards(greedy):
     torch.testing.assert_close(logprobs, torch.tensor([0.3, 1.0, 0.5]).log().where(
         torch.tensor([True, False, True]), torch.tensor(-9.0)
     ))  # fmt: skip
+
+
+@pytest.mark.parametrize(("tokens", "beta"), [([3, 10], 0.2), ([-1], 0.2), ([1], 1.5)])
+def test_biases_that_are_none_are_refused(tokens, beta):
+    with pytest.raises(ValueError, match=r"^(tokens|beta) must be"):
+        Bias(tokens, beta).check(10)

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_ext import drafting
 from sglang_ext.budget import CostModel
-from sglang_ext.drafters import DrafterContext, DrafterError
+from sglang_ext.drafters import Bias, DrafterContext, DrafterError
 from sglang_ext.drafting import DraftPlanner
 from sglang_ext.options import Options
 from sglang_ext.requests import RequestOptionError, RequestOptions
@@ -315,3 +315,39 @@ def test_a_request_can_ask_for_all_its_drafts_to_be_verified(monkeypatch):
 def test_a_budget_that_is_none_is_refused():
     with pytest.raises(RequestOptionError, match=r"custom_params\.budget must be auto or fixed"):
         RequestOptions.parse({"budget": 7}, ["a"])
+
+
+class Biased(Recorder):
+    """Biases every request as it is told."""
+
+    def bias(self, request):
+        if isinstance(self.wanted, Exception):
+            raise self.wanted
+        return self.wanted
+
+    def prefill(self, requests):
+        self.calls.append(("prefill", [r.rid for r in requests]))
+
+
+@pytest.mark.parametrize(
+    "wanted", [None, Bias([50], 0.2), Bias([1], 2.0), RuntimeError("lost")], ids=str
+)
+def test_a_bias_that_is_none_leaves_the_step_as_it_is(monkeypatch, wanted):
+    drafter = Biased(TokenTree.empty())
+    drafter.wanted = wanted
+    made = planner(monkeypatch, biased=drafter)
+    running = made.requests.update([request("a", [4])], None)
+    assert made.biases(running) == [None]
+
+
+def test_biases_of_prefills_know_retracted_requests(monkeypatch):
+    drafter = Biased(TokenTree.empty())
+    drafter.wanted = Bias([7], 0.2)
+    made = planner(monkeypatch, biased=drafter)
+    old, new, unknown = request("old", [4]), request("new", []), request("x", [])
+    made.requests.update([old], None)
+    old.output_ids.append(5)  # written in its last step, then retracted
+    made.prefill([old, new])
+    assert made.biases_in_prefill([old, new, unknown]) == [drafter.wanted, drafter.wanted, None]
+    assert ("observe", "old", [5]) in drafter.calls
+    assert ("prefill", ["new"]) in drafter.calls

@@ -222,3 +222,10 @@ def test_retrieval_joins_behind_a_disagreement(drafter):
     tree = drafter.propose([made], 12)[0]
     assert (51, 52) in paths(tree)
     assert {11, 12, 13} & set(tree.tokens.tolist())
+
+
+def test_what_is_no_token_of_the_model_ends_a_draft(drafter):
+    made = request(draft=[10, 10**9, 11])
+    drafter.prefill([made])
+    assert drafter.foresee([made], 8)[0].tokens.tolist() == [10]
+    assert list(drafter.bias(made).tokens) == [10]
