@@ -112,6 +112,13 @@ class Options:
     transcription_parallel: int = _option(
         16, "chunks of one audio that are decoded at once", low=1, high=1024
     )
+    translation_sessions: int = _option(1000, "translation sessions open at once", low=1)
+    translation_idle_seconds: float = _option(
+        600.0, "a translation session that was not used so long is closed, in seconds", low=1.0
+    )
+    translation_max_source_chars: int = _option(
+        20_000, "longest source of a translation session, in characters", low=1
+    )
     vad_threshold: float = _option(
         0.5,
         "speech probability from which sound is transcribed; the rest makes no words",

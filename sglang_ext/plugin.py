@@ -14,8 +14,9 @@ logger = logging.getLogger(__name__)
 ALGORITHM = "SSSD"
 # Root included; on a CPU, past this the forward pass costs more than it can gain.
 DEFAULT_DRAFT_TOKENS = 16
-# SpecASR's sequences have up to 24 tokens, and branches beside them.
-DEFAULT_SPEECH_DRAFT_TOKENS = 32
+# Whole utterances and sentences are drafted, with branches beside them.
+DEFAULT_LONG_DRAFT_TOKENS = 32
+LONG_DRAFTERS = frozenset({"specasr", "ssbd"})
 MAX_DRAFT_TOKENS = 64
 # As SGLang's NGRAM: what a verify step of that many trees still pays for.
 MAX_RUNNING_REQUESTS = 48
@@ -99,7 +100,8 @@ def _resolve_server_args(server_args: Any) -> None:
         raise ValueError(f"{ALGORITHM} does not support pipeline parallelism (--pp-size 1)")
     if cfg.attn_dp_size > 1:
         raise ValueError(f"{ALGORITHM} does not support --enable-dp-attention")
-    default = DEFAULT_SPEECH_DRAFT_TOKENS if options.draft_model else DEFAULT_DRAFT_TOKENS
+    long = options.default_drafter in LONG_DRAFTERS or options.draft_model
+    default = DEFAULT_LONG_DRAFT_TOKENS if long else DEFAULT_DRAFT_TOKENS
     width = cfg.speculative_num_draft_tokens or default
     if not 2 <= width <= MAX_DRAFT_TOKENS:
         raise ValueError(

@@ -12,6 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 NO_PARENT = -1
+# Bits of TokenTree.sources beside those of `datastores`: a session's last output, as it was and
+# realigned.
+SOURCE_PREVIOUS = 16
+SOURCE_REALIGNED = 32
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ standing for one old token, for none, or for two.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sglang_ext.tree import TokenTree, merged
+import numpy as np
+
+from sglang_ext.tree import SOURCE_PREVIOUS, SOURCE_REALIGNED, TokenTree, merged
 
 # Chance that the token behind a matched run of 1, 2, ... tokens is the next one; measured on
 # re-translations (scripts/bench_ssbd.py) and corrected as the server runs (budget.Calibration).
@@ -60,7 +62,8 @@ class PreviousOutput:
     def drafts(self, max_nodes: int) -> TokenTree:
         """What may follow, best first: one chain where the outputs meet, branches where not."""
         if self.agreed:
-            return TokenTree.chain(self.tokens[self._next : self._next + max_nodes], _AGREED)
+            chain = TokenTree.chain(self.tokens[self._next : self._next + max_nodes], _AGREED)
+            return _from(SOURCE_PREVIOUS, chain)
         if self._run:
             return self._chain(self._next, _BEHIND_RUN[self._run - 1], max_nodes)
         chains = [self._chain(self._next + by, first, max_nodes) for by, first in _BESIDE]
@@ -92,4 +95,8 @@ class PreviousOutput:
 
     def _chain(self, start: int, first: float, max_nodes: int) -> TokenTree:
         tokens = self.tokens[max(start, 0) : max(start, 0) + max_nodes]
-        return TokenTree.chain(tokens, _FURTHER, first)
+        return _from(SOURCE_REALIGNED, TokenTree.chain(tokens, _FURTHER, first))
+
+
+def _from(source: int, tree: TokenTree) -> TokenTree:
+    return replace(tree, sources=np.full(len(tree), source, dtype=np.int8))

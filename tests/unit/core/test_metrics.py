@@ -51,7 +51,7 @@ def test_series_in_multiprocess_mode(tmp_path):
 
     proposed = [value("proposed_tokens_total", source=s) for s in metrics.SOURCES.values()]
     accepted = [value("accepted_tokens_total", source=s) for s in metrics.SOURCES.values()]
-    assert proposed == [2, 1, 1, 0] and accepted == [2, 1, 0, 0]
+    assert proposed == [2, 1, 1, 0, 0, 0] and accepted == [2, 1, 0, 0, 0, 0]
     assert value("accept_length_count") == 2 and value("accept_length_sum") == 4
     assert value("accept_length_bucket", le="1.0") == 1
     assert value("verify_width_sum") == 2.5
