@@ -11,12 +11,16 @@ APP_PATH = "sglang_ext.api.app:app"
 
 def extend(app: Any, namespace_header: str) -> Any:
     """Add the routes and the middleware to SGLang's FastAPI application; idempotent."""
+    from sglang_ext.api import translations_live
     from sglang_ext.api.namespaces import NamespaceHeader
     from sglang_ext.api.routes import add_routes
+    from sglang_ext.options import Options
 
     if not getattr(app.state, "sglang_ext", False):
         app.state.sglang_ext = True
         add_routes(app)
+        if "ssbd" in Options.from_env().loaded_drafters():
+            translations_live.add_routes(app)
         if namespace_header:
             app.add_middleware(NamespaceHeader, header=namespace_header)
     return app
