@@ -1,6 +1,7 @@
 """A translation session over one WebSocket: update bodies in; deltas, updates and errors out."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -49,10 +50,11 @@ class SessionSocket:
             await asyncio.wait(tasks)
         if not answering.cancelled() and not isinstance(answering.exception(), WebSocketDisconnect):
             answering.result()
-        # The reader was cancelled, so the client is still there.
+        # The reader was cancelled, so the client was still there.
         if self._session.gone.is_set() and reading.cancelled():
-            await self._socket.send_json(unknown(self._session.id).body())
-            await self._socket.close(GONE)
+            with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # it has gone since
+                await self._socket.send_json(unknown(self._session.id).body())
+                await self._socket.close(GONE)
 
     async def _read(self) -> None:
         """Returns when the client has gone."""

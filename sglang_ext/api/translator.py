@@ -22,6 +22,8 @@ _PLACEHOLDER = re.compile(r"\{(source|source_language|target_language)\}")
 # A translation is rarely twice as long as its source, but a short one may be.
 _TOKENS_PER_SOURCE_TOKEN, _MORE_TOKENS = 2, 64
 
+# Scripts without spaces between words, by the Unicode names of their letters.
+_UNSPACED = re.compile("CJK|HIRAGANA|KATAKANA|THAI|LAO|KHMER|MYANMAR")
 _JOINER = "\u200d"  # zero width joiner
 
 OnText = Callable[[str], None]
@@ -121,15 +123,15 @@ class Translator:
     def stable_part(self, translation: Translation, mask: int) -> str:
         """The beginning of the text that the last `mask` tokens have no share in.
 
-        It ends where a character ends for a reader: a letter whose bytes, or whose accents, are
-        partly among those tokens is not in it.
+        It ends where a word ends (in scripts without spaces, a character as a reader sees it): a
+        word that is partly among those tokens would change on the screen.
         """
         if not mask:
             return translation.text
         shown = self._decoded(translation.token_ids[: -mask or None]).lstrip()
         # Half a character decodes to something else than the whole text has there.
         end = _common(shown, translation.text)
-        while _within_character(translation.text, end):
+        while _within_character(translation.text, end) or _within_word(translation.text, end):
             end -= 1
         return translation.text[:end]
 
@@ -233,6 +235,16 @@ def _within_character(text: str, end: int) -> bool:
     if not 0 < end < len(text):
         return False
     return unicodedata.category(text[end]).startswith("M") or _JOINER in text[end - 1 : end + 1]
+
+
+def _within_word(text: str, end: int) -> bool:
+    """Whether `end` cuts a word of a script that has spaces between words."""
+    if not 0 < end < len(text):
+        return False
+    return all(
+        character.isalnum() and not _UNSPACED.match(unicodedata.name(character, ""))
+        for character in text[end - 1 : end + 1]
+    )
 
 
 def _reason(meta: Mapping[str, Any]) -> Mapping[str, Any]:

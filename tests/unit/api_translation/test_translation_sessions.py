@@ -88,16 +88,16 @@ def test_sessions_run_side_by_side_with_drafts_of_their_own(manager):
 def test_the_mask_holds_back_what_the_draft_keeps(manager):
     async def run():
         session = make(manager, mask=2)
-        update = await updated(session, append("abcd"))
-        assert (update["stable"], update["unstable"], update["text"]) == ("AB", "CD", "ABCD")
-        update = await updated(session, append("ef"))
-        assert bytes(manager.requests[1].params["ssbd"]["draft"]) == b"ABCD"
-        assert (update["stable"], update["final"]) == ("ABCD", False)
-        update = await updated(session, append("g", final=True))
-        assert (update["stable"], update["unstable"], update["final"]) == ("ABCDEFG", "", True)
+        update = await updated(session, append("ab cd"))
+        assert (update["stable"], update["unstable"], update["text"]) == ("AB ", "CD", "AB CD")
+        update = await updated(session, append(" ef"))
+        assert bytes(manager.requests[1].params["ssbd"]["draft"]) == b"AB CD"
+        assert (update["stable"], update["final"]) == ("AB CD ", False)
+        update = await updated(session, append(" g", final=True))
+        assert (update["stable"], update["unstable"], update["final"]) == ("AB CD EF G", "", True)
         assert [r.params["ingest"] for r in manager.requests] == [False, False, True]
-        update = await updated(session, append("h"))
-        assert (update["stable"], update["final"]) == ("ABCDEF", False)
+        update = await updated(session, append("h i"))
+        assert (update["stable"], update["final"]) == ("AB CD EF GH", False)
 
     asyncio.run(run())
 

@@ -111,22 +111,25 @@ def test_what_sglang_refuses_is_an_api_error(fault, status, message):
     ("text", "mask", "stable"),
     [
         ("abcdef", 0, "abcdef"),
-        ("abcdef", 2, "abcd"),
-        ("abcdef", 6, ""),
+        ("abc def", 2, "abc "),  # a part of a word would change
+        ("abc def", 3, "abc "),
+        ("abc def", 4, "abc"),
+        ("abc, def", 4, "abc,"),
+        ("abcdef", 2, ""),
         ("abcdef", 99, ""),
-        ("caf\u00e9", 1, "caf"),  # half of it is masked
-        ("caf\u00e9", 2, "caf"),
+        ("\u00e9 \u00e9", 1, "\u00e9 "),  # half of a character is masked
         ("\u65e5\u672c", 4, ""),
         ("\u65e5\u672c", 3, "\u65e5"),
         ("a\U0001f600b", 3, "a"),
-        ("cafe\u0301!", 3, "caf"),  # the accent is masked, so its letter is
+        ("a e\u0301!", 3, "a "),  # the accent is masked, so its letter is
         ("a\U0001f469\u200d\U0001f680b", 5, "a"),  # an emoji of three characters
         ("a\U0001f469\u200d\U0001f680b", 8, "a"),
-        (" ab", 1, "a"),
+        (" a b", 1, "a "),
+        ("\u0e44\u0e17\u0e22", 3, "\u0e44\u0e17"),  # Thai has no spaces between words
         ("ab ", 0, "ab"),
     ],
 )
-def test_the_stable_part_ends_with_a_character(text, mask, stable, manager):
+def test_the_stable_part_ends_with_a_word_or_a_character(text, mask, stable, manager):
     translator = Translator(manager)
     tokens = tuple(text.encode())
     assert translator.stable_part(Translation(tokens, text.strip()), mask) == stable

@@ -31,7 +31,10 @@ def test_each_dependency_is_locked_at_a_version_that_pyproject_allows(named):
     assert named.specifier.contains(pin.version, prereleases=True)
 
 
-@pytest.mark.parametrize("package", ["openai-whisper", "silero-vad", "av", "datasets", "jiwer"])
+@pytest.mark.parametrize(
+    "package",
+    ["openai-whisper", "silero-vad", "av", "datasets", "jiwer", "sacrebleu", "matplotlib"],
+)
 def test_what_a_dependency_itself_needs_is_locked(package):
     for line in importlib.metadata.requires(package) or []:
         need = Requirement(line)
