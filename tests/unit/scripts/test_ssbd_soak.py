@@ -11,8 +11,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from scripts import soak_sessions
-from scripts.soak_sessions import Markers, Soak, Tally, check_empty, run_clients
+from scripts import soak_client
+from scripts.soak_client import Markers, Soak, Tally
+from scripts.soak_sessions import check_empty, run_clients
 
 IDLE_S = 0.6
 LIMIT = 40
@@ -64,8 +65,8 @@ class FakeSessions:
                 return web.json_response(body, status=status)
 
         app = web.Application(middlewares=[refusals], client_max_size=1 << 24)
-        one = soak_sessions.PATH + "/{id}"
-        app.router.add_post(soak_sessions.PATH, self.open)
+        one = soak_client.PATH + "/{id}"
+        app.router.add_post(soak_client.PATH, self.open)
         app.router.add_get(one, self.show)
         app.router.add_delete(one, self.delete)
         app.router.add_post(one + "/updates", self.update)
@@ -91,7 +92,7 @@ class FakeSessions:
     def find(self, request: web.Request) -> dict[str, Any]:
         self.expire()
         session = self.sessions.get(request.match_info["id"])
-        namespace = request.headers.get(soak_sessions.NAMESPACE_HEADER)
+        namespace = request.headers.get(soak_client.NAMESPACE_HEADER)
         if session is None or (session["namespace"] != namespace and self.fault != "namespace"):
             raise Refused(404)
         session["used"] = time.monotonic()
@@ -163,7 +164,7 @@ class FakeSessions:
         session = {
             **body, "id": f"trs-{self.opened}", "status": "open", "revision": 0, "source": "",
             "text": "", "mask": body.get("mask", 0), "used": time.monotonic(), "listeners": [],
-            "namespace": request.headers.get(soak_sessions.NAMESPACE_HEADER),
+            "namespace": request.headers.get(soak_client.NAMESPACE_HEADER),
         }  # fmt: skip
         self.sessions[session["id"]] = session
         return web.json_response(self.shown(session))
