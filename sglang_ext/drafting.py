@@ -154,12 +154,17 @@ class DraftPlanner:
         self._report_counters()
 
     def plan(
-        self, running: Sequence[RunningRequest], padded: bool = False
+        self,
+        running: Sequence[RunningRequest],
+        padded: bool = False,
+        committed: Sequence[int] | None = None,
     ) -> tuple[list[TokenTree], int]:
         """Each request's tree, and the width to verify them at; width 1 is a plain step.
 
         Args:
             padded: the forward pass will run `width` nodes of every request.
+            committed: how many tokens each request has got in this step already; with those it
+                must not get more than the widest tree would give.
         """
         if self.cost is None and self.metrics is not None:
             self._observe_late(self.metrics, running)
@@ -168,6 +173,9 @@ class DraftPlanner:
             start = time.perf_counter()
             for drafter in self.drafters.values():
                 self._propose(drafter, running, trees)
+            if committed is not None:
+                rest = [self._max_width - 1 - n for n in committed]
+                trees = [tree.clipped(n) for tree, n in zip(trees, rest, strict=True)]
             trees = self._cut(running, trees, padded)
             self._note_drafting(time.perf_counter() - start)
             self._report_counters()

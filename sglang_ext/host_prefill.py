@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,36 @@ if TYPE_CHECKING:
     from sglang_ext.drafters import Bias
     from sglang_ext.drafting import DraftPlanner
     from sglang_ext.requests import RunningRequest
+
+
+@dataclass(frozen=True)
+class KnownHead:
+    """Tokens that requests get in a step before it runs, since their prefill has shown them.
+
+    Attributes:
+        tokens: int64[bs, n], zeros behind each request's own.
+        lens: int32[bs], how many each request has.
+    """
+
+    tokens: torch.Tensor
+    lens: torch.Tensor
+
+    def joined(self, tokens: torch.Tensor, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """These and, behind them, what the step gave.
+
+        Args:
+            tokens: int[bs, m].
+            lens: int32[bs], how many of them each request got.
+
+        Returns:
+            The same of both, int[bs, n + m or less] and int32[bs].
+        """
+        total = self.lens + lens
+        both = torch.zeros(len(total), int(total.max()), dtype=tokens.dtype)
+        for row, (before, after) in enumerate(zip(self.lens.tolist(), lens.tolist(), strict=True)):
+            both[row, :before] = self.tokens[row, :before]
+            both[row, before : before + after] = tokens[row, :after]
+        return both, total.to(lens.dtype)
 
 
 class HostPrefill:
@@ -74,38 +105,34 @@ class HostPrefill:
         self._note(start)
         return result
 
-    def take(self, running: Sequence["RunningRequest"]) -> list[KnownTokens]:
-        """What prefills have shown of all these requests; empty if of one of them nothing.
+    def take(self, running: Sequence["RunningRequest"]) -> "list[KnownTokens | None]":
+        """What prefills have shown of each of these requests; empty if of none anything.
 
         A request's first decode step is the last chance: what is not used then is forgotten.
         """
         if not self._known:
             return []
-        found = []
+        found: list[KnownTokens | None] = []
         for r in running:
             req, known = self._known.pop(r.draft.rid, (None, None))
-            if known is not None and req is r.req and r.draft.output == [known.first]:
-                found.append(known)
-        return found if len(found) == len(running) else []
+            fits = known is not None and req is r.req and r.draft.output == [known.first]
+            found.append(known if fits else None)
+        return found if any(found) else []
 
-    def store(
-        self, batch: "ScheduleBatch", known: Sequence[KnownTokens]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bring the K and V of known tokens to their requests' slots.
-
-        Returns:
-            int64[bs, n] the tokens, zeros behind them, and int32[bs] how many each request has.
-        """
+    def store(self, batch: "ScheduleBatch", known: "Sequence[KnownTokens | None]") -> KnownHead:
+        """Bring the K and V of known tokens to their requests' slots."""
         start = time.perf_counter()
-        lens = torch.tensor([len(k.tokens) for k in known], dtype=torch.int32)
-        tokens = torch.zeros(len(known), int(lens.max()), dtype=torch.int64)
+        counts = [len(k.tokens) if k is not None else 0 for k in known]
+        tokens = torch.zeros(len(known), max(counts), dtype=torch.int64)
         rows, firsts = batch.req_pool_indices.tolist(), decoder_starts(batch).tolist()
         for i, (k, row, first) in enumerate(zip(known, rows, firsts, strict=True)):
+            if k is None:
+                continue
             tokens[i, : len(k.tokens)] = torch.tensor(k.tokens)
             slots = self._req_to_token_pool.req_to_token[row, first : first + len(k.tokens)]
             write_known(k, self._allocator.get_kvcache(), slots.long())
-        self._planner.note_known(lens.tolist(), time.perf_counter() - start)
-        return tokens, lens
+        self._planner.note_known([n for n in counts if n], time.perf_counter() - start)
+        return KnownHead(tokens, torch.tensor(counts, dtype=torch.int32))
 
     def forget(self, rid: str) -> None:
         """The request ended."""

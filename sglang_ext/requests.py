@@ -210,6 +210,11 @@ class RequestTable:
         known = self._prefilled.get(req.rid)
         return known if known is not None and known.req is req else None
 
+    def advance(self, running: RunningRequest, tokens: Sequence[int]) -> None:
+        """`tokens` are committed in the step that is about to run; its root is the last one."""
+        running.draft.output.extend(tokens)
+        self._tell(running, "observe", list(tokens))
+
     def reading(self, req: "Req") -> RunningRequest | None:
         """A request whose prompt is being read, or its output again after a retraction."""
         known = self._running.get(req.rid)

@@ -50,10 +50,9 @@ from sglang_ext.costs import costs_of
 from sglang_ext.drafters import Bias, DrafterContext
 from sglang_ext.drafting import DraftPlanner
 from sglang_ext.encoder_decoder import decoder_starts, keep_encoder_outputs
-from sglang_ext.host_prefill import HostPrefill
+from sglang_ext.host_prefill import HostPrefill, KnownHead
 from sglang_ext.metrics import SpeculationMetrics
 from sglang_ext.options import Options
-from sglang_ext.prefill_drafts import KnownTokens
 from sglang_ext.ragged import (
     can_leave_padding_out,
     leave_padding_out,
@@ -194,16 +193,20 @@ class SpeculativeWorker(BaseSpecWorker):
         if not batch.forward_mode.is_decode():
             return self._prefill(batch, on_publish, pp_proxy_tensors)
         running = self.planner.requests.update(batch.reqs, self._pending_tokens(batch))
-        known = self._host_prefill.take(running) if self._host_prefill is not None else []
-        if known:
-            return self._decode_known(batch, known, on_publish)
+        head = self._take_known(batch, running)
+        if head is not None and head.lens.all():
+            # There is nothing left to compute.
+            if on_publish is not None:
+                on_publish(batch.seq_lens)
+            logits = LogitsProcessorOutput(next_token_logits=None)
+            return self._result(logits, False, head.tokens, head.lens, batch.seq_lens)
         roots = [r.draft.output[-1] for r in running]
-        trees, width, biases = self._draft(batch, running)
+        trees, width, biases = self._draft(batch, running, head)
         if width == 1 and (self.on_host or self._must_decode_plainly(batch)):
-            return self._plain_decode(batch, running, roots, biases, on_publish)
+            return self._plain_decode(batch, running, roots, biases, head, on_publish)
         packed = pack(roots, trees, width)
         biased = BiasedRows.of_trees(biases, trees, packed, self.device) if any(biases) else None
-        return self._verify(batch, running, packed, trees, biased, on_publish)
+        return self._verify(batch, running, packed, trees, biased, head, on_publish)
 
     def _prefill(self, batch, on_publish, pp_proxy_tensors) -> GenerationBatchResult:
         self.planner.prefill(batch.reqs)
@@ -223,7 +226,6 @@ class SpeculativeWorker(BaseSpecWorker):
         return self._result(
             result.logits_output,
             result.can_run_cuda_graph,
-            result.next_token_ids,
             result.next_token_ids.view(-1, 1),
             lens,
             new_seq_lens,
@@ -238,14 +240,35 @@ class SpeculativeWorker(BaseSpecWorker):
         tokens = batch.spec_info.accept_tokens.view(-1, stride).tolist()
         return [row[:n] for row, n in zip(tokens, lens, strict=True)]
 
-    def _draft(
+    def _take_known(
         self, batch: ScheduleBatch, running: Sequence[RunningRequest]
+    ) -> KnownHead | None:
+        """Commit what prefills have shown of these requests; the step goes on behind it."""
+        known = self._host_prefill.take(running) if self._host_prefill is not None else []
+        if not known or batch.return_logprob:  # which known tokens come without
+            return None
+        assert self._host_prefill is not None
+        head = self._host_prefill.store(batch, known)
+        for r, k in zip(running, known, strict=True):
+            if k is not None:
+                self.planner.requests.advance(r, k.tokens)
+        batch.seq_lens = batch.seq_lens + head.lens
+        batch.seq_lens_cpu = batch.seq_lens_cpu + head.lens
+        batch.seq_lens_sum = None
+        return head
+
+    def _draft(
+        self, batch: ScheduleBatch, running: Sequence[RunningRequest], head: KnownHead | None
     ) -> tuple[list[TokenTree], int, list[Bias | None]]:
         plain = [TokenTree.empty()] * len(running), 1
         trees, width = (
             plain
             if self._must_decode_plainly(batch)
-            else self.planner.plan(running, padded=not self._ragged)
+            else self.planner.plan(
+                running,
+                padded=not self._ragged,
+                committed=None if head is None else head.lens.tolist(),
+            )
         )
         trees, width, biases = self._from_rank_0([trees, width, self.planner.biases(running)])
         return trees, width, biases
@@ -276,6 +299,7 @@ class SpeculativeWorker(BaseSpecWorker):
         running: Sequence[RunningRequest],
         roots: Sequence[int],
         biases: Sequence[Bias | None],
+        head: KnownHead | None,
         on_publish,
     ) -> GenerationBatchResult:
         """One token a request through SGLang's own decode and sampler."""
@@ -300,22 +324,8 @@ class SpeculativeWorker(BaseSpecWorker):
         if batch.return_logprob:
             logits.next_token_logprobs = logits.next_token_logprobs.view(-1, 1)
         lens = torch.ones(len(running), dtype=torch.int32, device=self.device)
-        tokens = result.next_token_ids
-        return self._result(
-            logits, result.can_run_cuda_graph, tokens, tokens.view(-1, 1), lens, new_seq_lens
-        )
-
-    def _decode_known(
-        self, batch: ScheduleBatch, known: Sequence[KnownTokens], on_publish
-    ) -> GenerationBatchResult:
-        """A step whose tokens the prefills have shown: there is nothing left to compute."""
-        assert self._host_prefill is not None
-        tokens, lens = self._host_prefill.store(batch, known)
-        new_seq_lens = batch.seq_lens + lens
-        if on_publish is not None:
-            on_publish(new_seq_lens)
-        logits = LogitsProcessorOutput(next_token_logits=None)
-        return self._result(logits, False, tokens.flatten(), tokens, lens, new_seq_lens)
+        tokens = result.next_token_ids.view(-1, 1)
+        return self._result(logits, result.can_run_cuda_graph, tokens, lens, new_seq_lens, head)
 
     def _set_exact_penalties(self, batch, running: Sequence[RunningRequest]) -> None:
         if any(penalties.is_penalized(r.req) for r in running):
@@ -334,6 +344,7 @@ class SpeculativeWorker(BaseSpecWorker):
         packed: PackedTrees,
         trees: Sequence[TokenTree],
         biased: BiasedRows | None,
+        head: KnownHead | None,
         on_publish,
     ) -> GenerationBatchResult:
         start = time.perf_counter()
@@ -371,10 +382,10 @@ class SpeculativeWorker(BaseSpecWorker):
         return self._result(
             logits_output,
             result.can_run_cuda_graph,
-            tokens.flatten(),
             tokens,
             accepted.accept_lens,
             new_seq_lens,
+            head,
         )
 
     def _prepare_verify(
@@ -484,15 +495,21 @@ class SpeculativeWorker(BaseSpecWorker):
         )
 
     def _result(
-        self, logits_output, can_run_cuda_graph, next_token_ids, accept_tokens, lens, new_seq_lens
+        self, logits_output, can_run_cuda_graph, accept_tokens, lens, new_seq_lens, head=None
     ) -> GenerationBatchResult:
-        """The result of a step; `accept_tokens` [bs, n] is padded to the relay's fixed width."""
+        """The result of a step; `accept_tokens` [bs, n] is padded to the relay's fixed width.
+
+        Args:
+            head: what the requests got before it.
+        """
+        if head is not None:
+            accept_tokens, lens = head.joined(accept_tokens, lens)
         stride = self.speculative_num_draft_tokens
         relay = torch.zeros(len(lens), stride, dtype=torch.int32, device=self.device)
         relay[:, : accept_tokens.shape[1]] = accept_tokens
         return GenerationBatchResult(
             logits_output=logits_output,
-            next_token_ids=next_token_ids,
+            next_token_ids=accept_tokens.flatten(),
             can_run_cuda_graph=can_run_cuda_graph,
             accept_lens=lens,
             new_seq_lens=new_seq_lens,

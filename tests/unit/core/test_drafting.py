@@ -351,3 +351,17 @@ def test_biases_of_prefills_know_retracted_requests(monkeypatch):
     assert made.biases_in_prefill([old, new, unknown]) == [drafter.wanted, drafter.wanted, None]
     assert ("observe", "old", [5]) in drafter.calls
     assert ("prefill", ["new"]) in drafter.calls
+
+
+def test_what_is_committed_in_a_step_leaves_less_room_for_its_trees(monkeypatch):
+    drafter = Recorder(TokenTree.chain([7, 8, 9, 10, 11, 12, 13], 0.99))
+    plan = planner(monkeypatch, a=drafter)  # 8 wide
+    running = plan.requests.update([request("r", [1]), request("s", [1])], None)
+    plan.requests.advance(running[0], [2, 3, 4, 5])
+    trees, width = plan.plan(running, committed=[4, 0])
+    assert [len(tree) for tree in trees] == [3, 7] and width == 8
+    assert drafter.calls[-1] == ("observe", "r", [2, 3, 4, 5])
+    # SGLang's own list has them by the next step: they are told once.
+    running[0].req.output_ids += [2, 3, 4, 5, 7]
+    plan.requests.update([running[0].req], None)
+    assert drafter.calls[-1] == ("observe", "r", [7])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_ext import host_prefill
-from sglang_ext.host_prefill import HostPrefill
+from sglang_ext.host_prefill import HostPrefill, KnownHead
 from sglang_ext.prefill_drafts import KnownTokens
 from sglang_ext.tree import TokenTree
 from tests.unit.core.test_prefill_drafts import Allocator, Target, prefill_batch
@@ -99,10 +99,11 @@ def test_what_no_longer_fits_is_forgotten(prefill, output):
     assert prefill.take(running(batch, [6])) == []
 
 
-def test_all_requests_of_a_step_or_none(prefill):
+def test_others_of_the_step_may_have_nothing_known(prefill):
     batch = batch_of("a", "b")
     prefill.run(batch, UNBIASED, False, None)
-    assert prefill.take(running(batch, [6], [21])) == []  # nothing is known of b
+    known, nothing = prefill.take(running(batch, [6], [21]))
+    assert known.tokens == [7, 8] and nothing is None
 
 
 def test_another_request_of_the_same_name_gets_nothing(prefill):
@@ -123,15 +124,17 @@ def test_known_tokens_are_stored_where_the_sequence_goes_on(prefill):
     layers = [(torch.full((2, 1, 1), 7.0), torch.full((2, 1, 1), 8.0))] * 2
     known = [
         KnownTokens(6, [7, 8], layers),
+        None,
         KnownTokens(1, [2], [(k[:1], v[:1]) for k, v in layers]),
     ]
     batch = SimpleNamespace(
-        req_pool_indices=torch.tensor([1, 0]),
-        seq_lens=torch.tensor([3, 2]),
-        encoder_lens=torch.tensor([1500, 1500]),
+        req_pool_indices=torch.tensor([1, 1, 0]),
+        seq_lens=torch.tensor([3, 9, 2]),
+        encoder_lens=torch.tensor([1500, 1500, 1500]),
     )
-    tokens, lens = prefill.store(batch, known)
-    assert tokens.tolist() == [[7, 8], [2, 0]] and lens.tolist() == [2, 1]
+    head = prefill.store(batch, known)
+    assert head.tokens.tolist() == [[7, 8], [0, 0], [2, 0]] and head.lens.tolist() == [2, 0, 1]
+    assert prefill._planner.told == [("known", [2, 1])]
     table, pool = prefill.target.table.req_to_token, prefill.target.allocator.pool
     written = [*table[1, 1503:1505].tolist(), table[0, 1502].item()]
     assert pool.k_buffer[1][written].flatten().tolist() == [7.0] * 3
@@ -150,3 +153,12 @@ def test_where_drafts_may_not_be_read_the_prefill_is_sglangs(monkeypatch, drafts
 def test_a_drafter_with_nothing_to_say_costs_nothing(prefill):
     prefill._planner.chains = [TokenTree.empty()] * 2
     assert prefill.run(batch_of("a", "b"), UNBIASED, False, None) == "as SGLang does"
+
+
+def test_a_steps_tokens_go_behind_the_known_ones():
+    head = KnownHead(torch.tensor([[7, 8], [0, 0], [2, 0]]), torch.tensor([2, 0, 1]).int())
+    tokens, lens = head.joined(
+        torch.tensor([[9, 10, 99], [3, 99, 99], [4, 5, 6]]), torch.tensor([2, 1, 3]).int()
+    )
+    assert lens.tolist() == [4, 1, 4]
+    assert tokens.tolist() == [[7, 8, 9, 10], [3, 0, 0, 0], [2, 4, 5, 6]]
