@@ -1,0 +1,9 @@
+"""`sglang-ext captions FILE|-`: live captions, and their translation.
+
+playback.py -> speech/streaming.py <-> recognition.py (Whisper server)
+            -> sentences.py -> translation.py (translation sessions) -> display.py, summary.py
+"""
+
+from sglang_ext.captions.command import add_commands
+
+__all__ = ["add_commands"]

@@ -1,0 +1,89 @@
+"""Servers that are started for a command and stopped with it."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import IO
+
+import httpx
+
+from sglang_ext.processes import free_port, stop_group
+
+_START_TIMEOUT_S = 900.0
+_POLL_S = 0.5
+_SHOWN_LINES = 15
+
+
+class ServerError(Exception):
+    """A server did not start; the message ends with its last lines."""
+
+
+@contextlib.contextmanager
+def started(model: str, flags: Sequence[str]) -> Iterator["StartedServer"]:
+    """A server on the loopback interface, which loads its model; see `StartedServer.wait`.
+
+    Args:
+        flags: further ones of `sglang-ext serve`.
+    """
+    port = free_port()
+    command = [
+        sys.executable, "-m", "sglang_ext.cli", "serve", "--model", model,
+        "--host", "127.0.0.1", "--port", str(port), *flags,
+    ]  # fmt: skip
+    with (
+        tempfile.TemporaryFile() as log,
+        # SGLang leaves its sockets behind.
+        tempfile.TemporaryDirectory(prefix="sglang-ext-", ignore_cleanup_errors=True) as folder,
+    ):
+        # A session of its own, so that all of SGLang's processes can be stopped, and only they,
+        # and that Ctrl-C does not reach them before this process has finished with them.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            env=os.environ | {"TMPDIR": folder},
+        )  # fmt: skip
+        try:
+            print(f"starting a server with {model} ...", file=sys.stderr)
+            yield StartedServer(model, f"http://127.0.0.1:{port}", process, log)
+        finally:
+            stop_group(process)
+
+
+class StartedServer:
+    """A server's process.
+
+    Attributes:
+        url: its address.
+    """
+
+    def __init__(self, model: str, url: str, process: "subprocess.Popen[bytes]", log: IO[bytes]):
+        self.url = url
+        self._model = model
+        self._process = process
+        self._log = log
+
+    def wait(self) -> str:
+        """Returns the address when the server is ready.
+
+        Raises:
+            ServerError: it ended, or took too long.
+        """
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise ServerError(f"the server with {self._model} did not start:\n{self._tail()}")
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(self.url + "/health", timeout=5).is_success:
+                    return self.url
+            time.sleep(_POLL_S)
+        raise ServerError(
+            f"the server with {self._model} was not ready after {_START_TIMEOUT_S:.0f} s"
+        )
+
+    def _tail(self) -> str:
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return "\n".join(lines[-_SHOWN_LINES:])

@@ -1,0 +1,115 @@
+"""Words that successive hypotheses of growing audio agree on.
+
+LocalAgreement-2 commits the longest common prefix of two successive hypotheses (Liu et al. 2020,
+"Low-Latency Sequence-to-Sequence Speech Recognition and Translation by Partial Hypothesis
+Selection", section 3.1; for Whisper: Macháček et al. 2023, "Turning Whisper into Real-Time
+Transcription System", section 2.1). Macháček et al. find the committed words in a new hypothesis
+by their times; here they are aligned by edit distance, so that no word times are needed.
+"""
+
+import re
+import unicodedata
+from collections.abc import Sequence
+
+# Thai and Lao, Burmese, Khmer, kana, Han: written without spaces, so each character is a word.
+_UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff"
+    "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
+# Marks and punctuation belong to the character before them.
+_WORD = re.compile(rf"\s*(?:[{_UNSPACED}][^\w\s]*|[^\s{_UNSPACED}]+)")
+_STARTS_UNSPACED = re.compile(rf"\s|[{_UNSPACED}]")
+
+# Whisper writes "..." where speech breaks off, which is no end.
+_SENTENCE_END = re.compile("(?:^|[^.])[.!?。\uff01\uff1f؟।][\"'”\u2019»)\\]]*$")
+_ABBREVIATION = re.compile(r"(?:[^\W\d]\.)+|(?:mr|mrs|ms|dr|st|prof|jr|sr|vs|gen|sen|rep)\.", re.I)
+
+
+def split_words(text: str) -> list[str]:
+    """The words of a text, each with the white space before it; a first one gets a space, too.
+
+    Where a script has no spaces, a word is a character with its marks and punctuation.
+    """
+    if text and not _STARTS_UNSPACED.match(text):
+        text = " " + text
+    return _WORD.findall(text)
+
+
+def same_word(word: str, other: str) -> bool:
+    """Whether two words differ in case, punctuation and white space at most."""
+    return _key(word) == _key(other)
+
+
+def ends_sentence(word: str) -> bool:
+    """Whether a word ends with a full stop, question or exclamation mark that ends a sentence."""
+    word = word.strip()
+    return bool(_SENTENCE_END.search(word)) and not _ABBREVIATION.fullmatch(word)
+
+
+def aligned_prefix(wanted: Sequence[str], given: Sequence[str]) -> int:
+    """How many of `given`'s first items stand for all of `wanted`.
+
+    It is the prefix of the least edit distance (Levenshtein) to `wanted`; of several, one with the
+    same last item, then the one nearest to it in length.
+    """
+    row = list(range(len(given) + 1))
+    for i, item in enumerate(wanted):
+        above, row = row, [i + 1]
+        for j, other in enumerate(given):
+            row.append(min(above[j] + (item != other), above[j + 1] + 1, row[j] + 1))
+
+    def rank(j: int) -> tuple[int, bool, int]:
+        return row[j], list(given[j - 1 : j]) != list(wanted[-1:]), abs(j - len(wanted))
+
+    return min(range(len(row)), key=rank)
+
+
+class LocalAgreement:
+    """LocalAgreement-2 over the hypotheses of one stretch of audio that grows at its end."""
+
+    def __init__(self) -> None:
+        self._committed: list[str] = []  # keys of the words, as they were committed
+        self._tail: list[str] = []  # the last hypothesis's words behind them
+
+    def hear(self, words: Sequence[str], last: bool = False) -> tuple[int, int]:
+        """Take the next hypothesis.
+
+        Args:
+            words: of the whole stretch, from its beginning.
+            last: no other hypothesis of it will come: all of it is committed.
+
+        Returns:
+            first, end: words[first:end] are committed now; the ones from `end` on are unstable.
+        """
+        keys = [_key(word) for word in words]
+        first = aligned_prefix(self._committed, keys)
+        tail = list(words[first:])
+        agreed = len(tail) if last else _agreed(self._tail, tail)
+        self._committed += keys[first : first + agreed]
+        self._tail = tail[agreed:]
+        return first, first + agreed
+
+    def forget(self, words: Sequence[str]) -> None:
+        """The stretch begins later from now on: behind `words`, the last hypothesis's first ones.
+
+        They must have been committed.
+        """
+        del self._committed[: aligned_prefix([_key(word) for word in words], self._committed)]
+
+
+def _agreed(before: Sequence[str], now: Sequence[str]) -> int:
+    """How many words both begin with."""
+    count = 0
+    for a, b in zip(before, now, strict=False):
+        if not same_word(a, b):
+            break
+        count += 1
+    # Whisper ends what breaks off with a full stop: a last word counts only as it stands.
+    if count and count == len(now) and before[count - 1].strip() != now[-1].strip():
+        count -= 1
+    return count
+
+
+def _key(word: str) -> str:
+    letters = (c for c in word.casefold() if unicodedata.category(c)[0] in "LMN")
+    return "".join(letters) or word.strip()
