@@ -144,7 +144,7 @@ def prefer_next_tokens(
     result: "GenerationBatchResult", batch: "ScheduleBatch", biases: Sequence[Bias | None]
 ) -> None:
     """Bias the tokens that SGLang's own sampler has just chosen, in a prefill or a plain step."""
-    if not any(biases):
+    if not any(biases) or batch.is_prefill_only:  # which has no token of its own
         return
     logits, info = result.logits_output.next_token_logits, batch.sampling_info
     biased = BiasedRows.of_next_tokens(biases, logits.device)

@@ -228,3 +228,12 @@ def test_drafts_that_are_no_text_of_this_model_only_cost_time(sssd_server, strea
     for draft in ([10**9, 5, 6], [5, 10**12]):
         assert ask(sssd_server, streams[0][-1], draft=draft, beta=0) == plain[0][-1]
         assert ask(sssd_server, streams[0][-1], draft=draft, beta=0.01)
+
+
+def test_a_request_that_writes_nothing_with_a_draft(sssd_server, streams, plain):
+    params = {"drafter": "ssbd", "ssbd": {"draft": plain[0][0]}}
+    sampling = {"max_new_tokens": 0, "temperature": 0, "custom_params": params}
+    body = {"input_ids": streams[0][0], "sampling_params": sampling}
+    response = requests.post(sssd_server.base_url + "/generate", json=body, timeout=60)
+    assert response.ok and response.json()["meta_info"]["completion_tokens"] == 0
+    assert ask(sssd_server, streams[0][0], draft=plain[0][0], beta=0) == plain[0][0]

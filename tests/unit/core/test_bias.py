@@ -145,7 +145,10 @@ def next_tokens(logits, greedy: bool, biases, logprob=False):
         sampling_seed=None,
     )
     batch = SimpleNamespace(
-        sampling_info=info, seq_lens=torch.tensor([7] * len(logits)), return_logprob=logprob
+        sampling_info=info,
+        seq_lens=torch.tensor([7] * len(logits)),
+        return_logprob=logprob,
+        is_prefill_only=False,
     )
     output = SimpleNamespace(
         next_token_logits=logits if greedy else torch.softmax(logits, -1),
@@ -172,3 +175,10 @@ def test_tokens_of_sglangs_own_sampler_are_biased_afterwards(greedy):
 def test_biases_that_are_none_are_refused(tokens, beta):
     with pytest.raises(ValueError, match=r"^(tokens|beta) must be"):
         Bias(tokens, beta).check(10)
+
+
+def test_requests_that_write_nothing_have_nothing_to_bias():
+    output = SimpleNamespace(next_token_logits=None)
+    result = SimpleNamespace(logits_output=output, next_token_ids=torch.zeros(1))
+    prefer_next_tokens(result, SimpleNamespace(is_prefill_only=True), [Bias([1], 0.2)])
+    assert result.next_token_ids.tolist() == [0]
