@@ -4,23 +4,16 @@ import argparse
 import contextlib
 import json
 import os
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlsplit
-
-from sglang_ext.processes import free_port, stop_group
 
 DEFAULT_MODEL = "whisper-base"
 # speech.formats has them too, but takes seconds to import.
 _SUFFIXES = {"text": "txt", "json": "json", "verbose_json": "json", "srt": "srt", "vtt": "vtt"}
-_START_TIMEOUT_S = 900.0
-_POLL_S = 0.5
 _CONNECT_TIMEOUT_S = 10.0
 _FAILED = 1
 _USAGE_ERROR = 2
@@ -233,44 +226,13 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         url = args.server.rstrip("/").removesuffix("/v1")
         yield url, _served_model(url, args.api_key)
         return
-    port = free_port()
-    command = [
-        sys.executable, "-m", "sglang_ext.cli", "serve", "--model", args.model,
-        "--host", "127.0.0.1", "--port", str(port), *args.rest,
-    ]  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    with (
-        tempfile.TemporaryFile() as log,
-        # SGLang leaves its sockets behind.
-        tempfile.TemporaryDirectory(prefix="sglang-ext-", ignore_cleanup_errors=True) as folder,
-    ):
-        # A session of its own, so that all of SGLang's processes can be stopped, and only they.
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, start_new_session=True,
-            env=os.environ | {"TMPDIR": folder},
-        )  # fmt: skip
-        try:
-            print(f"starting a server with {args.model} ...", file=sys.stderr)
-            _wait(process, url, log)
-            yield url, _served_model(url, "")
-        finally:
-            stop_group(process)
+    from sglang_ext.started_server import ServerError, started
 
-
-def _wait(process: "subprocess.Popen[bytes]", url: str, log: IO[bytes]) -> None:
-    import httpx
-
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            log.seek(0)
-            lines = log.read().decode(errors="replace").strip().splitlines()
-            raise TranscribeError("the server did not start:\n" + "\n".join(lines[-15:]))
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(url + "/health", timeout=5).is_success:
-                return
-        time.sleep(_POLL_S)
-    raise TranscribeError(f"the server was not ready after {_START_TIMEOUT_S:.0f} s")
+    try:
+        with started(args.model, args.rest) as server:
+            yield server.wait(), _served_model(server.url, "")
+    except ServerError as error:
+        raise TranscribeError(str(error)) from None
 
 
 def _served_model(url: str, api_key: str) -> str:

@@ -94,7 +94,7 @@ def add_commands(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Caption all of the audio; returns the exit code (1: some was not captioned)."""
     from sglang_ext.captions.display import DisplayError
-    from sglang_ext.captions.servers import ServerError
+    from sglang_ext.started_server import ServerError
 
     handlers = {s: signal.signal(s, _interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -198,7 +198,7 @@ def _servers(args: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
     Raises:
         ServerError: one did not start.
     """
-    from sglang_ext.captions.servers import started
+    from sglang_ext.started_server import started
     from sglang_ext.cpu.install import wants_cpu_engine
 
     with contextlib.ExitStack() as stack:
