@@ -198,8 +198,8 @@ def _servers(args: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
     Raises:
         ServerError: one did not start.
     """
-    from sglang_ext.started_server import started
     from sglang_ext.cpu.install import wants_cpu_engine
+    from sglang_ext.started_server import started
 
     with contextlib.ExitStack() as stack:
         starting = {}
