@@ -159,16 +159,15 @@ def test_width_and_logprobs_do_not_change_a_biased_output(sssd_server, streams, 
         assert tokens == expected
 
 
-def test_sampled_outputs_depend_on_their_seed_alone(sssd_server, streams, plain):
-    def sampled(seed: int, **params) -> list[int]:
-        sampling = {"temperature": 0.9, "sampling_seed": seed}
-        return ask(sssd_server, streams[2][-1], sampling=sampling, draft=plain[2][0], **params)
+def test_sampled_outputs_follow_the_mixture(sssd_server, streams, plain):
+    def sampled(beta: float) -> list[int]:
+        sampling = {"temperature": 0.9}
+        return ask(sssd_server, streams[2][-1], sampling=sampling, draft=plain[2][0], beta=beta)
 
-    outputs = [sampled(seed, beta=0.3) for seed in (1, 1, 2, 3)]
-    assert outputs[0] == outputs[1]
-    assert len({tuple(o) for o in outputs}) == 3
-    first = [sampled(seed, beta=0.95)[0] for seed in range(10, 30)]
-    assert first.count(plain[2][0][0]) >= 15  # 95% at least
+    assert len({tuple(sampled(0.3)) for _ in range(3)}) > 1
+    first = [sampled(0.95)[0] for _ in range(20)]
+    # 95% at least; fewer than 13 of 20 would be seen three times in a million runs.
+    assert first.count(plain[2][0][0]) >= 13
 
 
 def test_sessions_of_chat_completions_are_apart_by_namespace(sssd_server):
