@@ -28,9 +28,12 @@ WARM_COUNTS = (*range(1, 33), *token_grid(32, 128))
 # GPUs stay flat for longer: some 300 tokens in bf16.
 CUDA_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _REPEATS = 5
+# A count that costs so much more than a larger one was measured while something else ran; kernels
+# differ by less.
+_DISTURBED = 1.3
 _HEADS = ("lm_head", "proj_out")  # the latter is Whisper's
-# Past this a count has had its say; the sweep is not to delay the start.
-_SWEEP_S = 5.0
+# Past this a count has had its say; the sweep is not to delay the start. A disturbed one goes on.
+_SWEEP_S, _LONGEST_SWEEP_S = 5.0, 15.0
 
 
 def costs_of(runner: Any, tp_size: int) -> dict[int, float]:
@@ -72,7 +75,10 @@ def forward_costs(model: torch.nn.Module, identity: Mapping[str, Any]) -> dict[i
     costs = _read(path, identity)
     if costs is None:
         costs = measure_forward_cost(model, device)
-        _write(path, identity, costs)
+        if is_disturbed(costs):
+            logger.warning("the cost sweep was disturbed by other work: it is not kept")
+        else:
+            _write(path, identity, costs)
     if device.type == "cpu":
         warm_up(model)
     logger.info(
@@ -96,13 +102,25 @@ def measure_forward_cost(model: torch.nn.Module, device: torch.device) -> dict[i
     counts = CPU_COUNTS if device.type == "cpu" else CUDA_COUNTS
     costs = dict.fromkeys(counts, float("inf"))
     started = time.monotonic()
-    for repeat in range(_REPEATS):
+    repeat = 0
+    while True:
+        repeat += 1
         # The counts take turns, so that a disturbance does not hit one of them alone.
         for tokens in counts:
             costs[tokens] = min(costs[tokens], _seconds(_forward(layers, tokens, like), device))
-        if repeat > 1 and time.monotonic() - started > _SWEEP_S:
-            break
-    return costs
+        passed = time.monotonic() - started
+        enough = repeat >= _REPEATS or (repeat > 2 and passed > _SWEEP_S)
+        if enough and (passed > _LONGEST_SWEEP_S or not is_disturbed(costs)):
+            return costs
+
+
+def is_disturbed(costs: Mapping[int, float]) -> bool:
+    """Whether some count was found much dearer than a larger one, which it cannot be."""
+    seconds = [costs[count] for count in sorted(costs)]
+    return any(
+        before > _DISTURBED * min(seconds[place:])
+        for place, before in enumerate(seconds[:-1], start=1)
+    )
 
 
 @torch.inference_mode()
@@ -187,7 +205,8 @@ def _read(path: Path, identity: Mapping[str, Any]) -> dict[int, float] | None:
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         stored = json.loads(path.read_text())
         costs = {int(n): float(s) for n, s in stored["seconds"].items()}
-        if stored["for"] == identity and len(costs) > 1 and all(s > 0 for s in costs.values()):
+        usable = len(costs) > 1 and all(s > 0 for s in costs.values())
+        if stored["for"] == identity and usable and not is_disturbed(costs):
             return costs
     return None
 
