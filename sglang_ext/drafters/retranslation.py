@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from sglang.srt.environ import envs
+
 from sglang_ext.drafters import Bias, DrafterContext, DraftRequest, load
 from sglang_ext.drafters.realignment import PreviousOutput
 from sglang_ext.drafters.retrieval import namespace_of
@@ -168,9 +170,16 @@ class RetranslationDrafter:
             ValueError: custom_params.ssbd has an unknown name or a value out of range.
         """
         try:
-            RetranslationOptions.parse(params.get(PARAMETER))
+            options = RetranslationOptions.parse(params.get(PARAMETER))
         except ValueError as error:
             raise ValueError(f"custom_params.{error}") from None
+        # SGLang's msgspec messages hold no list within an object (CustomParamValue in
+        # sampling_params.py): the scheduler could not read the request.
+        if options.draft is not None and not envs.SGLANG_USE_PICKLE_IPC.get():
+            raise ValueError(
+                f"custom_params.{PARAMETER}.draft cannot be sent while SGLANG_USE_PICKLE_IPC=0; "
+                f"name a {PARAMETER}.session instead"
+            )
 
     def prefill(self, requests: Sequence[DraftRequest]) -> None:
         """Look up what each request's session wrote last."""

@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+from sglang.srt.environ import envs
 
 from sglang_ext.drafters import DrafterContext, DraftRequest, load
 from sglang_ext.drafters.realignment import PreviousOutput
@@ -229,3 +230,12 @@ def test_what_is_no_token_of_the_model_ends_a_draft(drafter):
     drafter.prefill([made])
     assert drafter.foresee([made], 8)[0].tokens.tolist() == [10]
     assert list(drafter.bias(made).tokens) == [10]
+
+
+def test_a_draft_that_sglang_could_not_send_is_refused():
+    params = {"ssbd": {"draft": [1, 2]}}
+    RetranslationDrafter.check(params)
+    with envs.SGLANG_USE_PICKLE_IPC.override(False):
+        with pytest.raises(ValueError, match="session instead"):
+            RetranslationDrafter.check(params)
+        RetranslationDrafter.check({"ssbd": {"session": "a"}})
