@@ -2,11 +2,14 @@
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
 
 _GRACE_S = 10.0
+# Below those of outgoing connections (Linux: 32768 up) and those that SGLang chooses (22000 up).
+_PORTS = 10_000, 20_000
 
 
 def stop_group(process: "subprocess.Popen[bytes]") -> None:
@@ -30,7 +33,13 @@ def signal_group(process: "subprocess.Popen[bytes]", number: int) -> None:
 
 
 def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A loopback port that is free now, and that no outgoing connection is given until it is used.
+
+    Servers listen a minute after they are started; a port of the kernel's choice (bind to 0) may be
+    taken by then.
+    """
+    while True:
+        port = random.randrange(*_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
