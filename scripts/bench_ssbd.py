@@ -4,8 +4,9 @@ Each sentence grows by k words (lag-k) and is translated anew after each step, s
 batch 1; a stream's last output is the draft of its next one. The modes take turns on each stream,
 and at being first, so that the machine's drift hits all alike. AR, and SSBD with realignment and
 retrieval ("SSBD+", the server's default) at beta 0 and 0.2, translate all streams; the sweep of
-SSBD as published, and mask-k that trims the draft, the first --timed-streams. Display-only mask-k
-needs no run of its own. AR and SSBD+ at beta 0 then translate all streams again, 8 at once.
+SSBD as published, realignment alone, and mask-k that trims the draft, the first --timed-streams.
+Display-only mask-k needs no run of its own. AR and SSBD+ at beta 0 then translate all streams
+again, 8 at once.
 
 Every mode of a stream starts with the instruction in the radix cache and nothing else: the cache
 is flushed, then filled with the tokens before the source, which are not timed. (A salt in the
@@ -197,7 +198,7 @@ def read_options() -> argparse.Namespace:
     args.set_defaults(model=MODEL)
     args.add_argument("--streams", type=int, default=300, metavar="N", help="[%(default)s]")
     args.add_argument(
-        "--timed-streams", type=int, default=40, metavar="N",
+        "--timed-streams", type=int, default=30, metavar="N",
         help="streams that all modes translate [%(default)s]",
     )  # fmt: skip
     args.add_argument("--lag", type=int, default=3, metavar="K", help="words a step [%(default)s]")
