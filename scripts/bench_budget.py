@@ -1,27 +1,35 @@
 """SSSD's throughput against plain SGLang at batch 1/4/8/16/32 where drafts are mostly poor.
 
-Spec-Bench prompts of all categories, each measured once, cold: nothing served before joins the
+Spec-Bench prompts of all categories, others at each launch, cold: nothing that was served joins the
 datastore, so drafts come from the prompt and the answer so far. What the budget chose is read
 from the server's metrics.
 
-Two processes of the same plain server differ by 3% and more here, for as long as they live, and
-the machine's own speed drifts by more within seconds. So both servers are up at once, short runs
-of the same prompts take turns, whoever went second goes first next time, and both are launched
-anew several times. A ratio is tokens per second over all turns of all launches, ours by plain's;
-its standard error is that of the launches.
+Neighbours on the machine make it a quarter slower for seconds at a time, and two processes of the
+same server differ by 3% for as long as they live. So both servers work on the same requests at
+once, but by turns: one is stopped (SIGSTOP) while the other runs for a second, which makes what the
+machine does fall on both alike. `batch` requests are in flight, the next one begins where one ends.
+Both servers are launched anew several times. A ratio is the mean of all runs' ratios without the
+highest and the lowest fifth (a trimmed mean); its standard error is that of the launches' ones.
 
-    python -m scripts.bench_budget [--launches N] [--repeats N] [--tokens N] [--quick] [--json FILE]
+    python -m scripts.bench_budget [--launches N] [--repeats N] [--tokens N] [--null]
+        [--quick] [--json FILE]
+
+With --null both servers are plain: what it prints is what the benchmark itself is off by.
 """
 
 import itertools
+import math
+import random
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import requests
+from scipy.stats import trim_mean  # type: ignore[import-untyped]
 
 from scripts.client import TIMEOUT_S
 from scripts.figures import parser, report
@@ -31,6 +39,9 @@ from scripts.server import Server
 
 BATCHES = (1, 4, 8, 16, 32)
 MAX_PROMPT_TOKENS = 160
+TRIMMED = 0.2  # of the turns, at each end
+SLICE_S = 1.0
+REQUESTS_PER_BATCH = 2  # so that one ends while others run
 # What the metrics count up: their differences over a run are that run's.
 COUNTED = (
     "verify_width_sum",
@@ -41,40 +52,54 @@ COUNTED = (
 
 
 @dataclass
-class Runs:
-    """One server's runs of one batch size."""
+class Turn:
+    """The same requests by each server, and the seconds that each one ran."""
 
     tokens: int = 0
-    seconds: float = 0.0
-
-    @property
-    def speed(self) -> float:
-        """Output tokens a second."""
-        return self.tokens / self.seconds
-
-    def __add__(self, other: "Runs") -> "Runs":
-        return Runs(self.tokens + other.tokens, self.seconds + other.seconds)
+    plain_s: float = 0.0
+    sssd_s: float = 0.0
 
 
 @dataclass
 class Rows:
-    """What one batch size gave; one item a launch."""
+    """What one batch size gave; one list of turns a launch."""
 
-    plain: list[Runs] = field(default_factory=list)
-    sssd: list[Runs] = field(default_factory=list)
+    launches: list[list[Turn]] = field(default_factory=list)
     counted: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0.0))
     knee: float = 0.0
 
     @property
+    def turns(self) -> list[Turn]:
+        """Those of all launches."""
+        return [turn for launch in self.launches for turn in launch]
+
+    @property
     def ratio(self) -> float:
-        """SSSD's tokens per second by plain SGLang's, over all launches."""
-        return total(self.sssd).speed / total(self.plain).speed
+        """SSSD's tokens per second by plain SGLang's."""
+        return trimmed_ratio(self.turns)
 
     @property
     def error(self) -> float:
-        """The ratio's standard error, from how the launches differ; 0 with one launch."""
-        ratios = [s.speed / p.speed for s, p in zip(self.sssd, self.plain, strict=True)]
-        return statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+        """The ratio's standard error, from how the launches differ; nan with one launch."""
+        ratios = [trimmed_ratio(turns) for turns in self.launches if turns]
+        return statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
+
+    @property
+    def plain_speed(self) -> float:
+        """Output tokens a second over all turns."""
+        return sum(t.tokens for t in self.turns) / sum(t.plain_s for t in self.turns)
+
+    @property
+    def sssd_speed(self) -> float:
+        """Output tokens a second over all turns."""
+        return sum(t.tokens for t in self.turns) / sum(t.sssd_s for t in self.turns)
+
+    def add(self, turn: Turn, before: dict[str, float], after: dict[str, float]) -> None:
+        """Another one of the latest launch, and the metrics around it."""
+        self.launches[-1].append(turn)
+        for name in COUNTED:
+            self.counted[name] += after.get(name, 0.0) - before.get(name, 0.0)
+        self.knee = after.get("budget_knee_tokens", 0.0)
 
     def mean(self, name: str) -> float:
         """The mean of a histogram of the metrics; 0 where it saw nothing."""
@@ -82,16 +107,18 @@ class Rows:
         return self.counted[name + "_sum"] / count if count else 0.0
 
 
-def total(runs: Sequence[Runs]) -> Runs:
-    """All of them together."""
-    return sum(runs, Runs())
+def trimmed_ratio(turns: Sequence[Turn]) -> float:
+    """The turns' ratio without their highest and lowest fifth."""
+    logs = [math.log(turn.plain_s / turn.sssd_s) for turn in turns]
+    return math.exp(float(trim_mean(logs, TRIMMED)))
 
 
 def main() -> int:
     args = parser(__doc__)
-    args.add_argument("--launches", type=int, default=5, help="times that both servers start [5]")
-    args.add_argument("--repeats", type=int, default=6, help="turns per launch [6]")
+    args.add_argument("--launches", type=int, default=6, help="times that both servers start [6]")
+    args.add_argument("--repeats", type=int, default=4, help="turns per launch [4]")
     args.add_argument("--tokens", type=int, default=48, help="tokens per answer [48]")
+    args.add_argument("--null", action="store_true", help="plain SGLang against itself")
     options = args.parse_args()
     if options.quick:
         options.launches, options.repeats = 1, 3
@@ -101,59 +128,79 @@ def main() -> int:
     for launch in range(options.launches):
         with ExitStack() as stack:
             plain = Server(options.model, ["--enable-metrics"], name="plain")
-            flags = ["--speculative-algorithm", "SSSD", "--enable-metrics"]
-            sssd = Server(options.model, flags, name="sssd")
+            flags = [] if options.null else ["--speculative-algorithm", "SSSD"]
+            sssd = Server(options.model, [*flags, "--enable-metrics"], name="sssd")
             # One after the other, and the other way round next time: the first one has its pick
-            # of the memory's huge pages.
+            # of the memory.
             for server in (plain, sssd) if launch % 2 else (sssd, plain):
                 stack.callback(server.stop)
                 server.start().wait()
             for r in rows.values():
-                r.plain.append(Runs())
-                r.sssd.append(Runs())
+                r.launches.append([])
+            chosen = list(itertools.islice(fresh, REQUESTS_PER_BATCH * max(BATCHES)))
+            for server in (plain, sssd):  # into the radix cache: what is measured is decoding
+                answer_all(server.base_url, chosen, max(BATCHES), 1)
             for repeat in range(-1, options.repeats):  # the first one warms up
                 for batch in BATCHES:
-                    chosen = list(itertools.islice(fresh, batch))
-                    measure(rows[batch], repeat, plain, sssd, chosen, options.tokens)
-                    show(f"launch {launch + 1}, turn {repeat + 1}", batch, rows[batch])
+                    random.Random(f"{launch} {repeat} {batch}").shuffle(chosen)
+                    servers = (plain, sssd) if repeat % 2 else (sssd, plain)
+                    before = read_metrics(sssd.base_url)
+                    count = REQUESTS_PER_BATCH * batch
+                    tokens, seconds = by_turns(servers, chosen[:count], batch, options.tokens)
+                    if repeat >= 0:
+                        turn = Turn(tokens, seconds[plain.name], seconds[sssd.name])
+                        rows[batch].add(turn, before, read_metrics(sssd.base_url))
+                        show(f"launch {launch + 1}, turn {repeat + 1}", batch, rows[batch])
     print()
     table(rows)
     figures = {f"ratio_b{b}": r.ratio for b, r in rows.items()}
-    figures |= {f"standard_error_b{b}": r.error for b, r in rows.items()}
+    figures |= {f"ratio_of_sums_b{b}": r.sssd_speed / r.plain_speed for b, r in rows.items()}
+    if options.launches > 1:
+        figures |= {f"standard_error_b{b}": r.error for b, r in rows.items()}
     figures |= {f"mean_sq_b{b}": r.mean("verify_width") for b, r in rows.items()}
-    least = min(figures[f"ratio_b{batch}"] for batch in BATCHES)
+    least = min(r.ratio for r in rows.values())
     report({"min_ratio_vs_plain": least, **figures}, options.json)
     return 0
 
 
-def measure(
-    rows: Rows,
-    repeat: int,
-    plain: Server,
-    sssd: Server,
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
-) -> None:
-    """One run of each server; who goes first takes turns."""
-    for server in (plain, sssd):  # prompts into the radix cache: what is measured is decoding
-        run(server.base_url, prompts, 1)
-    before = read_metrics(sssd.base_url)
-    servers = [(rows.plain, plain), (rows.sssd, sssd)]
-    for runs, server in servers[:: 1 if repeat % 2 else -1]:
-        measured = run(server.base_url, prompts, tokens)
-        if repeat >= 0:
-            runs[-1] += measured
-    counted = read_metrics(sssd.base_url)
-    if repeat >= 0:
-        for name in COUNTED:
-            rows.counted[name] += counted.get(name, 0.0) - before.get(name, 0.0)
-        rows.knee = counted.get("budget_knee_tokens", 0.0)
+def by_turns(
+    servers: Sequence[Server], prompts: Sequence[Sequence[int]], in_flight: int, tokens: int
+) -> tuple[int, dict[str, float]]:
+    """Both servers answer all prompts; output tokens of each, and its seconds by its name."""
+    seconds = dict.fromkeys((server.name for server in servers), 0.0)
+    with ThreadPoolExecutor(len(servers)) as pool, ExitStack() as stack:
+        for server in servers:
+            server.pause()
+            stack.callback(server.resume)
+        work = {
+            server.name: pool.submit(answer_all, server.base_url, prompts, in_flight, tokens)
+            for server in servers
+        }
+        for server in itertools.cycle(servers):
+            if all(future.done() for future in work.values()):
+                break
+            if work[server.name].done():
+                continue
+            server.resume()
+            start = time.perf_counter()
+            wait([work[server.name]], SLICE_S)
+            server.pause()
+            seconds[server.name] += time.perf_counter() - start
+    counts = {future.result() for future in work.values()}
+    assert len(counts) == 1, f"the servers gave different numbers of tokens: {counts}"
+    return counts.pop(), seconds
 
 
-def run(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> Runs:
-    """One batch, all its requests at once."""
+def answer_all(url: str, prompts: Sequence[Sequence[int]], in_flight: int, tokens: int) -> int:
+    """All prompts, so many at a time; the number of output tokens."""
+    with ThreadPoolExecutor(in_flight) as pool:
+        return sum(pool.map(lambda ids: answer(url, ids, tokens), prompts))
+
+
+def answer(url: str, ids: Sequence[int], tokens: int) -> int:
+    """One answer of `tokens` tokens; their number."""
     body = {
-        "input_ids": [list(ids) for ids in prompts],
+        "input_ids": list(ids),
         "sampling_params": {
             "temperature": 0,
             "max_new_tokens": tokens,
@@ -161,19 +208,18 @@ def run(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> Runs:
             "custom_params": {"ingest": False},
         },
     }
-    start = time.perf_counter()
     response = requests.post(url + "/generate", json=body, timeout=TIMEOUT_S)
-    seconds = time.perf_counter() - start
     response.raise_for_status()
-    return Runs(sum(a["meta_info"]["completion_tokens"] for a in response.json()), seconds)
+    return int(response.json()["meta_info"]["completion_tokens"])
 
 
 def show(when: str, batch: int, rows: Rows) -> None:
     """The state of one batch size, on one line."""
-    if rows.plain[0].tokens:
+    if rows.turns:
+        last = rows.turns[-1]
         print(
-            f"{when}, batch {batch}: plain {total(rows.plain).speed:.1f}, "
-            f"SSSD {total(rows.sssd).speed:.1f} tok/s so far, ratio {rows.ratio:.3f}",
+            f"{when}, batch {batch}: ratio {last.plain_s / last.sssd_s:.3f}, so far "
+            f"{rows.ratio:.3f} (plain {rows.plain_speed:.1f}, SSSD {rows.sssd_speed:.1f} tok/s)",
             flush=True,
         )
 
@@ -181,18 +227,20 @@ def show(when: str, batch: int, rows: Rows) -> None:
 def table(rows: dict[int, Rows]) -> None:
     """Print what was measured and what the budget chose."""
     print(
-        f"{'batch':>5} {'plain':>7} {'SSSD':>7} {'ratio':>6} {'+-':>5} {'I_knee/batch':>12} "
+        f"{'batch':>5} {'plain':>7} {'SSSD':>7} {'sums':>6} {'ratio':>6} {'+-':>5} "
+        f"{'I_knee/batch':>12} "
         f"{'mean s_q':>9} {'accepted':>9}"
     )
     for batch, r in rows.items():
         print(
-            f"{batch:>5} {total(r.plain).speed:>7.1f} {total(r.sssd).speed:>7.1f} "
-            f"{r.ratio:>6.3f} {r.error:>5.3f} {r.knee / batch:>12.1f} "
+            f"{batch:>5} {r.plain_speed:>7.1f} {r.sssd_speed:>7.1f} "
+            f"{r.sssd_speed / r.plain_speed:>6.3f} {r.ratio:>6.3f} {r.error:>5.3f} "
+            f"{r.knee / batch:>12.1f} "
             f"{r.mean('verify_width'):>9.2f} {r.mean('accept_length'):>9.2f}"
         )
     print(
-        "(tok/s; +-: the ratio's standard error; s_q: nodes verified per request and step;\n"
-        "accepted: tokens per verify)"
+        "(tok/s and sums: over all turns; ratio: the turns' trimmed mean, +- its standard error;\n"
+        "s_q: nodes verified per request and step; accepted: tokens per verify)"
     )
 
 

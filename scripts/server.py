@@ -1,6 +1,7 @@
 """Real SGLang servers for checks, benchmarks, tests and the demo: start, wait, stop."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -109,6 +110,16 @@ class Server:
             return
         stop_group(self._process)
         self._process = None
+
+    def pause(self) -> None:
+        """Stop all its processes where they are; what is sent to it waits."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """kill -9 of the process and the ones it started, at once."""

@@ -1,7 +1,8 @@
 """What a forward pass costs by the number of its tokens: swept at start-up, kept for the next.
 
 One JSON file a model and device in ~/.cache/sglang-ext/knee, named after what it was measured
-for; delete it to measure again.
+for. Every start adds a round, and the least of all rounds counts: a machine is never faster than
+it can be, so what other work disturbed heals. Delete the file to measure afresh.
 """
 
 import hashlib
@@ -27,13 +28,11 @@ CPU_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WARM_COUNTS = (*range(1, 33), *token_grid(32, 128))
 # GPUs stay flat for longer: some 300 tokens in bf16.
 CUDA_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-_REPEATS = 5
-# A count that costs so much more than a larger one was measured while something else ran; kernels
-# differ by less.
-_DISTURBED = 1.3
+# Rounds of the first start, and of those that find its figures.
+_FIRST_ROUNDS, _LATER_ROUNDS = 5, 1
 _HEADS = ("lm_head", "proj_out")  # the latter is Whisper's
-# Past this a count has had its say; the sweep is not to delay the start. A disturbed one goes on.
-_SWEEP_S, _LONGEST_SWEEP_S = 5.0, 15.0
+# No further round begins after this: the sweep is not to delay the start.
+_SWEEP_S = 5.0
 
 
 def costs_of(runner: Any, tp_size: int) -> dict[int, float]:
@@ -61,7 +60,7 @@ def costs_of(runner: Any, tp_size: int) -> dict[int, float]:
 
 
 def forward_costs(model: torch.nn.Module, identity: Mapping[str, Any]) -> dict[int, float]:
-    """Seconds of the model's linear layers by token count, from the cache or a sweep.
+    """Seconds of the linear layers by token count: the least of this start and earlier ones.
 
     Args:
         identity: what the figures hold for, besides the device: model, dtype and the like.
@@ -72,13 +71,11 @@ def forward_costs(model: torch.nn.Module, identity: Mapping[str, Any]) -> dict[i
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
     }
     path = _cache_file(identity)
-    costs = _read(path, identity)
-    if costs is None:
-        costs = measure_forward_cost(model, device)
-        if is_disturbed(costs):
-            logger.warning("the cost sweep was disturbed by other work: it is not kept")
-        else:
-            _write(path, identity, costs)
+    known = _read(path, identity)
+    costs = measure_forward_cost(model, device, _LATER_ROUNDS if known else _FIRST_ROUNDS)
+    costs = {count: min(s, known.get(count, s)) for count, s in costs.items()}
+    if costs != known:
+        _write(path, identity, costs)
     if device.type == "cpu":
         warm_up(model)
     logger.info(
@@ -92,35 +89,24 @@ def forward_costs(model: torch.nn.Module, identity: Mapping[str, Any]) -> dict[i
 
 
 @torch.inference_mode()
-def measure_forward_cost(model: torch.nn.Module, device: torch.device) -> dict[int, float]:
-    """Seconds that the model's linear layers take, by token count.
+def measure_forward_cost(
+    model: torch.nn.Module, device: torch.device, rounds: int
+) -> dict[int, float]:
+    """The least seconds that the model's linear layers took in so many rounds, by token count.
 
     The linear layers are nearly all of a small batch's forward pass, and the only part whose
     cost per token falls with the number of tokens; the worker corrects the rest as it serves.
     """
     layers, like = _linear_layers(model), next(model.parameters())
-    counts = CPU_COUNTS if device.type == "cpu" else CUDA_COUNTS
-    costs = dict.fromkeys(counts, float("inf"))
+    costs = dict.fromkeys(CPU_COUNTS if device.type == "cpu" else CUDA_COUNTS, float("inf"))
     started = time.monotonic()
-    repeat = 0
-    while True:
-        repeat += 1
+    for _ in range(rounds):
         # The counts take turns, so that a disturbance does not hit one of them alone.
-        for tokens in counts:
+        for tokens in costs:
             costs[tokens] = min(costs[tokens], _seconds(_forward(layers, tokens, like), device))
-        passed = time.monotonic() - started
-        enough = repeat >= _REPEATS or (repeat > 2 and passed > _SWEEP_S)
-        if enough and (passed > _LONGEST_SWEEP_S or not is_disturbed(costs)):
-            return costs
-
-
-def is_disturbed(costs: Mapping[int, float]) -> bool:
-    """Whether some count was found much dearer than a larger one, which it cannot be."""
-    seconds = [costs[count] for count in sorted(costs)]
-    return any(
-        before > _DISTURBED * min(seconds[place:])
-        for place, before in enumerate(seconds[:-1], start=1)
-    )
+        if time.monotonic() - started > _SWEEP_S:
+            break
+    return costs
 
 
 @torch.inference_mode()
@@ -200,15 +186,14 @@ def _cache_file(identity: Mapping[str, Any]) -> Path:
     return default_cache_dir() / "knee" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
-def _read(path: Path, identity: Mapping[str, Any]) -> dict[int, float] | None:
-    """The stored costs; None where there are none that can be used."""
+def _read(path: Path, identity: Mapping[str, Any]) -> dict[int, float]:
+    """The stored costs; empty where there are none that can be used."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         stored = json.loads(path.read_text())
         costs = {int(n): float(s) for n, s in stored["seconds"].items()}
-        usable = len(costs) > 1 and all(s > 0 for s in costs.values())
-        if stored["for"] == identity and usable and not is_disturbed(costs):
+        if stored["for"] == identity and all(s > 0 for s in costs.values()):
             return costs
-    return None
+    return {}
 
 
 def _write(path: Path, identity: Mapping[str, Any], costs: Mapping[int, float]) -> None:
