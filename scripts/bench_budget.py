@@ -7,7 +7,9 @@ from the server's metrics.
 Neighbours on the machine make it a quarter slower for seconds at a time, and two processes of the
 same server differ by 3% for as long as they live. So both servers work on the same requests at
 once, but by turns: one is stopped (SIGSTOP) while the other runs for a second, which makes what the
-machine does fall on both alike. `batch` requests are in flight, the next one begins where one ends.
+machine does fall on both alike. `batch` requests are in flight, the next one begins where one ends,
+and answers are as long as the model makes them: were all of one length, they would end together,
+and in how many passes the next ones' prompts are then read is chance.
 Both servers are launched anew several times. A ratio is the mean of all runs' ratios without the
 highest and the lowest fifth (a trimmed mean); its standard error is that of the launches' ones.
 
@@ -41,7 +43,8 @@ BATCHES = (1, 4, 8, 16, 32)
 MAX_PROMPT_TOKENS = 160
 TRIMMED = 0.2  # of the turns, at each end
 SLICE_S = 1.0
-REQUESTS_PER_BATCH = 2  # so that one ends while others run
+REQUESTS_PER_BATCH = 2
+WARM_UP_TOKENS = 16
 # What the metrics count up: their differences over a run are that run's.
 COUNTED = (
     "verify_width_sum",
@@ -53,11 +56,17 @@ COUNTED = (
 
 @dataclass
 class Turn:
-    """The same requests by each server, and the seconds that each one ran."""
+    """The same requests by each server: output tokens, and the seconds that it ran."""
 
-    tokens: int = 0
-    plain_s: float = 0.0
-    sssd_s: float = 0.0
+    plain_tokens: int
+    plain_s: float
+    sssd_tokens: int
+    sssd_s: float
+
+    @property
+    def ratio(self) -> float:
+        """SSSD's tokens per second by plain SGLang's."""
+        return (self.sssd_tokens / self.sssd_s) / (self.plain_tokens / self.plain_s)
 
 
 @dataclass
@@ -87,12 +96,12 @@ class Rows:
     @property
     def plain_speed(self) -> float:
         """Output tokens a second over all turns."""
-        return sum(t.tokens for t in self.turns) / sum(t.plain_s for t in self.turns)
+        return sum(t.plain_tokens for t in self.turns) / sum(t.plain_s for t in self.turns)
 
     @property
     def sssd_speed(self) -> float:
         """Output tokens a second over all turns."""
-        return sum(t.tokens for t in self.turns) / sum(t.sssd_s for t in self.turns)
+        return sum(t.sssd_tokens for t in self.turns) / sum(t.sssd_s for t in self.turns)
 
     def add(self, turn: Turn, before: dict[str, float], after: dict[str, float]) -> None:
         """Another one of the latest launch, and the metrics around it."""
@@ -109,19 +118,19 @@ class Rows:
 
 def trimmed_ratio(turns: Sequence[Turn]) -> float:
     """The turns' ratio without their highest and lowest fifth."""
-    logs = [math.log(turn.plain_s / turn.sssd_s) for turn in turns]
+    logs = [math.log(turn.ratio) for turn in turns]
     return math.exp(float(trim_mean(logs, TRIMMED)))
 
 
 def main() -> int:
     args = parser(__doc__)
-    args.add_argument("--launches", type=int, default=6, help="times that both servers start [6]")
-    args.add_argument("--repeats", type=int, default=4, help="turns per launch [4]")
-    args.add_argument("--tokens", type=int, default=48, help="tokens per answer [48]")
+    args.add_argument("--launches", type=int, default=3, help="times that both servers start [3]")
+    args.add_argument("--repeats", type=int, default=2, help="turns per launch [2]")
+    args.add_argument("--tokens", type=int, default=160, help="most tokens of an answer [160]")
     args.add_argument("--null", action="store_true", help="plain SGLang against itself")
     options = args.parse_args()
     if options.quick:
-        options.launches, options.repeats = 1, 3
+        options.launches, options.repeats, options.tokens = 1, 1, 48
     prompts = [p.input_ids for p in spec_bench(options.model, max_prompt_tokens=MAX_PROMPT_TOKENS)]
     rows = {batch: Rows() for batch in BATCHES}
     fresh = itertools.cycle(prompts)
@@ -139,18 +148,17 @@ def main() -> int:
                 r.launches.append([])
             chosen = list(itertools.islice(fresh, REQUESTS_PER_BATCH * max(BATCHES)))
             for server in (plain, sssd):  # into the radix cache: what is measured is decoding
-                answer_all(server.base_url, chosen, max(BATCHES), 1)
-            for repeat in range(-1, options.repeats):  # the first one warms up
+                answer_all(server.base_url, chosen, max(BATCHES), WARM_UP_TOKENS)
+            for repeat in range(options.repeats):
                 for batch in BATCHES:
                     random.Random(f"{launch} {repeat} {batch}").shuffle(chosen)
-                    servers = (plain, sssd) if repeat % 2 else (sssd, plain)
                     before = read_metrics(sssd.base_url)
-                    count = REQUESTS_PER_BATCH * batch
-                    tokens, seconds = by_turns(servers, chosen[:count], batch, options.tokens)
-                    if repeat >= 0:
-                        turn = Turn(tokens, seconds[plain.name], seconds[sssd.name])
-                        rows[batch].add(turn, before, read_metrics(sssd.base_url))
-                        show(f"launch {launch + 1}, turn {repeat + 1}", batch, rows[batch])
+                    turn = by_turns(
+                        (plain, sssd), (launch + repeat) % 2,
+                        chosen[: REQUESTS_PER_BATCH * batch], batch, options.tokens,
+                    )  # fmt: skip
+                    rows[batch].add(turn, before, read_metrics(sssd.base_url))
+                    show(f"launch {launch + 1}, turn {repeat + 1}", batch, rows[batch])
     print()
     table(rows)
     figures = {f"ratio_b{b}": r.ratio for b, r in rows.items()}
@@ -164,31 +172,33 @@ def main() -> int:
 
 
 def by_turns(
-    servers: Sequence[Server], prompts: Sequence[Sequence[int]], in_flight: int, tokens: int
-) -> tuple[int, dict[str, float]]:
-    """Both servers answer all prompts; output tokens of each, and its seconds by its name."""
-    seconds = dict.fromkeys((server.name for server in servers), 0.0)
+    servers: tuple[Server, Server],
+    first: int,
+    prompts: Sequence[Sequence[int]],
+    in_flight: int,
+    tokens: int,
+) -> Turn:
+    """Both servers, plain SGLang and ours, answer all prompts; the `first` one begins."""
+    seconds = [0.0, 0.0]
     with ThreadPoolExecutor(len(servers)) as pool, ExitStack() as stack:
         for server in servers:
             server.pause()
             stack.callback(server.resume)
-        work = {
-            server.name: pool.submit(answer_all, server.base_url, prompts, in_flight, tokens)
+        work = [
+            pool.submit(answer_all, server.base_url, prompts, in_flight, tokens)
             for server in servers
-        }
-        for server in itertools.cycle(servers):
-            if all(future.done() for future in work.values()):
+        ]
+        for place in itertools.cycle((first, 1 - first)):
+            if all(future.done() for future in work):
                 break
-            if work[server.name].done():
+            if work[place].done():
                 continue
-            server.resume()
+            servers[place].resume()
             start = time.perf_counter()
-            wait([work[server.name]], SLICE_S)
-            server.pause()
-            seconds[server.name] += time.perf_counter() - start
-    counts = {future.result() for future in work.values()}
-    assert len(counts) == 1, f"the servers gave different numbers of tokens: {counts}"
-    return counts.pop(), seconds
+            wait([work[place]], SLICE_S)
+            servers[place].pause()
+            seconds[place] += time.perf_counter() - start
+    return Turn(work[0].result(), seconds[0], work[1].result(), seconds[1])
 
 
 def answer_all(url: str, prompts: Sequence[Sequence[int]], in_flight: int, tokens: int) -> int:
@@ -198,13 +208,12 @@ def answer_all(url: str, prompts: Sequence[Sequence[int]], in_flight: int, token
 
 
 def answer(url: str, ids: Sequence[int], tokens: int) -> int:
-    """One answer of `tokens` tokens; their number."""
+    """One answer; the number of its tokens."""
     body = {
         "input_ids": list(ids),
         "sampling_params": {
             "temperature": 0,
             "max_new_tokens": tokens,
-            "ignore_eos": True,
             "custom_params": {"ingest": False},
         },
     }
@@ -218,7 +227,7 @@ def show(when: str, batch: int, rows: Rows) -> None:
     if rows.turns:
         last = rows.turns[-1]
         print(
-            f"{when}, batch {batch}: ratio {last.plain_s / last.sssd_s:.3f}, so far "
+            f"{when}, batch {batch}: ratio {last.ratio:.3f}, so far "
             f"{rows.ratio:.3f} (plain {rows.plain_speed:.1f}, SSSD {rows.sssd_speed:.1f} tok/s)",
             flush=True,
         )

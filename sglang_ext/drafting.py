@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Of the time of plain steps; drafting for a large batch takes as long as some percent of a step.
-DRAFTING_SHARE = 0.005
+DRAFTING_SHARE = 0.003
 # However long drafting takes, text that starts to repeat is noticed after so many steps.
 MOST_UNDRAFTED = 16
 _NO_PROBS = np.empty(0)
