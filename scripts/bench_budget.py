@@ -30,10 +30,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-import requests
 from scipy.stats import trim_mean  # type: ignore[import-untyped]
 
-from scripts.client import TIMEOUT_S
+from scripts.client import generate_all
 from scripts.figures import parser, report
 from scripts.metrics import read_metrics
 from scripts.prompts import spec_bench
@@ -203,23 +202,10 @@ def by_turns(
 
 def answer_all(url: str, prompts: Sequence[Sequence[int]], in_flight: int, tokens: int) -> int:
     """All prompts, so many at a time; the number of output tokens."""
-    with ThreadPoolExecutor(in_flight) as pool:
-        return sum(pool.map(lambda ids: answer(url, ids, tokens), prompts))
-
-
-def answer(url: str, ids: Sequence[int], tokens: int) -> int:
-    """One answer; the number of its tokens."""
-    body = {
-        "input_ids": list(ids),
-        "sampling_params": {
-            "temperature": 0,
-            "max_new_tokens": tokens,
-            "custom_params": {"ingest": False},
-        },
-    }
-    response = requests.post(url + "/generate", json=body, timeout=TIMEOUT_S)
-    response.raise_for_status()
-    return int(response.json()["meta_info"]["completion_tokens"])
+    answers = generate_all(
+        url, prompts, in_flight=in_flight, params={"ingest": False}, max_new_tokens=tokens
+    )
+    return sum(len(answer.token_ids) for answer in answers)
 
 
 def show(when: str, batch: int, rows: Rows) -> None:

@@ -13,7 +13,7 @@ from types import TracebackType
 import psutil  # type: ignore[import-untyped]
 import requests
 
-from sglang_ext.processes import free_port, kill_group, stop_group
+from sglang_ext.processes import free_port, kill_group, signal_group, stop_group
 
 START_TIMEOUT_S = 300
 # Several servers share the machine's memory; a later flag overrides it.
@@ -114,12 +114,12 @@ class Server:
     def pause(self) -> None:
         """Stop all its processes where they are; what is sent to it waits."""
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGSTOP)
+            signal_group(self._process, signal.SIGSTOP)
 
     def resume(self) -> None:
         """Let it go on."""
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGCONT)
+            signal_group(self._process, signal.SIGCONT)
 
     def kill(self) -> None:
         """kill -9 of the process and the ones it started, at once."""
