@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -221,17 +221,6 @@ class DraftPlanner:
                 self._tell_verified(running[b], trees[b], said)
         if self.metrics is not None and verified:
             self.metrics.note_verified([trees[b] for b in verified], accepted)
-
-    def corpus_drafter(self) -> Any:
-        """The loaded drafter that keeps named corpora.
-
-        Raises:
-            ValueError: none does.
-        """
-        for drafter in self.drafters.values():
-            if hasattr(drafter, "add_corpus"):
-                return drafter
-        raise ValueError("no loaded drafter keeps corpora; start the server with --drafter sssd")
 
     @staticmethod
     def _tell_verified(running: RunningRequest, tree: TokenTree, predicted: Sequence[int]) -> None:

@@ -48,6 +48,7 @@ from sglang_ext.bias import BiasedRows, prefer_next_tokens
 from sglang_ext.budget import CostModel, knee
 from sglang_ext.costs import costs_of
 from sglang_ext.drafters import Bias, DrafterContext
+from sglang_ext.drafters.corpora import Corpora
 from sglang_ext.drafting import DraftPlanner
 from sglang_ext.encoder_decoder import decoder_starts, keep_encoder_outputs
 from sglang_ext.host_prefill import HostPrefill, KnownHead
@@ -128,6 +129,7 @@ class SpeculativeWorker(BaseSpecWorker):
             knee=knee(costs) if costs else None,
             metrics=self._metrics() if active and get_observability().enable_metrics else None,
         )
+        self._corpora = Corpora(self.planner.drafters.values())
         if self.on_host:
             drafts = self.page_size == 1 and get_parallel().tp_size == 1
             self._host_prefill = HostPrefill(self._target_worker, self.planner, drafts)
@@ -161,18 +163,18 @@ class SpeculativeWorker(BaseSpecWorker):
 
     def add_external_corpus(self, corpus_id: str, token_chunks: list[list[int]]) -> int:
         """SGLang's /add_external_corpus; returns the number of tokens loaded."""
-        return self.planner.corpus_drafter().add_corpus(corpus_id, token_chunks)
+        return self._corpora.add(corpus_id, token_chunks)
 
     def commit_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
         """Nothing left to do: a corpus serves as soon as it is added."""
 
     def remove_external_corpus(self, corpus_id: str) -> None:
         """SGLang's /remove_external_corpus."""
-        self.planner.corpus_drafter().remove_corpus(corpus_id)
+        self._corpora.remove(corpus_id)
 
     def list_external_corpora(self) -> dict[str, int]:
         """SGLang's /list_external_corpora: tokens by corpus."""
-        return self.planner.corpus_drafter().list_corpora()
+        return self._corpora.tokens_by_name()
 
     @cached_property
     def _ragged(self) -> bool:

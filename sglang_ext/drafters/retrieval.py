@@ -5,7 +5,6 @@ Source: SSSD (arXiv 2411.05894), Algorithms 1-3; the data structures are in `dat
 
 import logging
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -85,20 +84,9 @@ class RetrievalDrafter:
                 name=request.params.get("ingest_name") or request.rid,
             )
 
-    def add_corpus(self, name: str, chunks: Sequence[Sequence[int]]) -> int:
-        """Serve a named corpus beside the live outputs; returns its number of tokens.
-
-        Args:
-            chunks: token ids as SGLang's /add_external_corpus sends them: documents run through
-                the chunks, a negative id in front of each but the first.
-        """
-        documents: list[list[int]] = [[]]
-        for token in chain.from_iterable(chunks):
-            if token < 0:
-                documents.append([])
-            else:
-                documents[-1].append(token)
-        return self.datastore.add_corpus(name, [document for document in documents if document])
+    def add_corpus(self, name: str, documents: Sequence[Sequence[int]]) -> int:
+        """Serve a named corpus beside the live outputs; returns its number of tokens."""
+        return self.datastore.add_corpus(name, documents)
 
     def remove_corpus(self, name: str) -> None:
         """Stop serving a named corpus."""
