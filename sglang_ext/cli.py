@@ -1,4 +1,4 @@
-"""The console command: `sglang-ext serve | transcribe | captions | models | datastore`."""
+"""The console command: `sglang-ext serve | transcribe | captions | sweep | models | datastore`."""
 
 # SGLang's CPU engine needs a stand-in before any of its modules load, in this process and in
 # the ones it spawns (they import this module again), so this comes before everything else.
@@ -18,6 +18,7 @@ from sglang_ext import (  # noqa: E402
     datastore_commands,
     models,
     options,
+    sweep,
     transcribe,
 )
 from sglang_ext.flags import flag_value, set_flag  # noqa: E402
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve.set_defaults(func=run_serve)
     transcribe.add_commands(commands)
     captions.add_commands(commands)
+    sweep.add_commands(commands)
     models.add_commands(commands)
     datastore_commands.add_commands(commands)
     args, rest = parser.parse_known_args(argv)

@@ -57,10 +57,12 @@ class StartedServer:
 
     Attributes:
         url: its address.
+        pid: the process's; those of SGLang are its children.
     """
 
     def __init__(self, model: str, url: str, process: "subprocess.Popen[bytes]", log: IO[bytes]):
         self.url = url
+        self.pid = process.pid
         self._model = model
         self._process = process
         self._log = log
@@ -73,8 +75,8 @@ class StartedServer:
         """
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise ServerError(f"the server with {self._model} did not start:\n{self._tail()}")
+            if not self.running():
+                raise ServerError(f"the server with {self._model} did not start:\n{self.tail()}")
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(self.url + "/health", timeout=5).is_success:
                     return self.url
@@ -83,7 +85,12 @@ class StartedServer:
             f"the server with {self._model} was not ready after {_START_TIMEOUT_S:.0f} s"
         )
 
-    def _tail(self) -> str:
+    def running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
+    def tail(self) -> str:
+        """The last lines it printed."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return "\n".join(lines[-_SHOWN_LINES:])

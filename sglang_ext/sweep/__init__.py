@@ -1,0 +1,10 @@
+"""`sglang-ext sweep`: throughput against latency, of our methods beside their peers.
+
+command.py -> plan.py, workloads.py, methods.py
+           -> runner.py: servers.py (the servers), load.py (the load generator), results.py
+           -> report.py: summary.py, tables.py, plots.py
+"""
+
+from sglang_ext.sweep.command import add_commands
+
+__all__ = ["add_commands"]

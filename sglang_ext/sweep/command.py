@@ -1,0 +1,354 @@
+"""The command `sglang-ext sweep`: what it is asked for, and what it says."""
+
+import argparse
+import dataclasses
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from sglang_ext.flags import flag_value
+from sglang_ext.models import ModelError, resolve
+from sglang_ext.sweep.plan import Plan
+
+_FAILED = 1
+_USAGE_ERROR = 2
+_CHECKOUT = Path(__file__).parents[2]
+# The first folder that is there, where --data is not given.
+_DATA = (_CHECKOUT.parent / "shared" / "data" / "text", _CHECKOUT / "scripts" / "data")
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What the options that set a sweep's length are where they are not given."""
+
+    workloads: tuple[str, ...] = ("mt-bench", "gsm8k", "long")
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    rates: tuple[float, ...] = ()
+    repeats: int = 3
+    prompts: int = 16
+    max_tokens: int = 128
+
+
+FULL = Size()
+QUICK = Size(workloads=("mt-bench", "gsm8k"), batches=(1, 4), repeats=2, prompts=6, max_tokens=48)
+
+
+class SweepUsageError(Exception):
+    """What is wrong with the command line, in a line."""
+
+
+def add_commands(commands: Any) -> None:
+    """Add `sweep` to the command line's subparsers."""
+    command = commands.add_parser(
+        "sweep",
+        help="throughput against latency, of methods side by side",
+        description="Measure decoding methods side by side on running servers, and draw "
+        "throughput against latency. The same command again goes on where it stopped.",
+        allow_abbrev=False,
+    )
+    command.add_argument(
+        "--out", type=Path, metavar="DIR", help="results folder: a new one, or this sweep's"
+    )
+    command.add_argument(
+        "--model", default="smollm2-135m-instruct",
+        help="path, hub id or name of `sglang-ext models list` [%(default)s]",
+    )  # fmt: skip
+    command.add_argument(
+        "--methods", type=_names, metavar="A,B",
+        help="see docs/sweep.md [ar, n-gram peers, SSSD]",
+    )  # fmt: skip
+    command.add_argument(
+        "--workloads", type=_names, metavar="A,B", help=f"[{_shown(FULL.workloads)}]"
+    )
+    command.add_argument(
+        "--batches", type=_numbers(int), metavar="N,M",
+        help=f"requests in flight; \"\": none [{_shown(FULL.batches)}]",
+    )  # fmt: skip
+    command.add_argument(
+        "--rates", type=_numbers(float), metavar="X,Y",
+        help="requests a second, Poisson arrivals [none]",
+    )  # fmt: skip
+    command.add_argument(
+        "--repeats", type=_whole, metavar="N", help=f"runs of each point [{FULL.repeats}]"
+    )
+    command.add_argument(
+        "--prompts", type=_whole, metavar="N", help=f"measured, of each workload [{FULL.prompts}]"
+    )
+    command.add_argument(
+        "--max-tokens", type=_whole, metavar="N", help=f"of an output [{FULL.max_tokens}]"
+    )
+    command.add_argument(
+        "--data", type=Path, metavar="DIR",
+        help="the workloads' data [Spec-Bench of the checkout]",
+    )  # fmt: skip
+    command.add_argument(
+        "--url", type=_named_url, action="append", default=[], metavar="NAME=URL",
+        help="take a running server for plain, ngram, ngram-corpus or sssd instead of starting "
+        "one; may be repeated",
+    )  # fmt: skip
+    command.add_argument(
+        "--server-flags", default="", metavar="FLAGS",
+        help="further flags of all servers that are started, in one string",
+    )  # fmt: skip
+    command.add_argument("--seed", type=int, default=0, metavar="S", help="[%(default)s]")
+    command.add_argument(
+        "--quick", action="store_true",
+        help="what is not given is small: under 10 minutes on two cores",
+    )  # fmt: skip
+    command.set_defaults(func=run)
+    reports = command.add_subparsers(dest="sweep_command", metavar="report")
+    report = reports.add_parser(
+        "report", help="tables, plots and report.html again, from a results folder"
+    )
+    report.add_argument("folder", type=Path, metavar="DIR")
+    report.add_argument(
+        "--performance", type=Path, metavar="DOCS", help="write DOCS/performance.md as well"
+    )
+    report.set_defaults(func=run_report)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, then report; returns the exit code (1: something is missing or failed)."""
+    from sglang_ext.started_server import ServerError
+    from sglang_ext.sweep.methods import UnknownMethod
+    from sglang_ext.sweep.results import Results, ResultsError
+    from sglang_ext.sweep.runner import SweepError
+    from sglang_ext.sweep.workloads import WorkloadError
+
+    handlers = {s: signal.signal(s, _interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        if args.out is None:
+            raise SweepUsageError("--out DIR is missing: where the results go")
+        plan = plan_of(args)
+        workloads, model_path, tokenizer = _load(plan)
+        with Results.create_or_resume(args.out, plan) as results:
+            return _sweep(args, results, workloads, model_path, tokenizer)
+    except (ServerError, SweepError) as error:
+        print(f"sglang-ext sweep: {error}", file=sys.stderr)
+        print(_how_to_go_on(args.out), file=sys.stderr)
+        return _FAILED
+    except (SweepUsageError, ResultsError, WorkloadError, UnknownMethod, ModelError) as error:
+        print(f"sglang-ext sweep: error: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    except KeyboardInterrupt:
+        print(f"\nstopped. {_how_to_go_on(args.out)}", file=sys.stderr)
+        raise
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Make the report of a folder again; returns the exit code."""
+    from sglang_ext.sweep.results import Results, ResultsError
+
+    try:
+        if not Results.read(args.folder).points:
+            raise ResultsError(f"{args.folder}: no run has ended yet")
+        _report(args.folder)
+        if args.performance is not None:
+            from sglang_ext.sweep.performance import write_performance
+
+            write_performance(args.folder, args.performance)
+    except ResultsError as error:
+        print(f"sglang-ext sweep report: error: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    return 0
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """The plan that the options ask for.
+
+    Raises:
+        SweepUsageError, UnknownMethod: an option is wrong.
+    """
+    from sglang_ext.sweep.methods import DEFAULT_METHODS, SERVERS, method
+    from sglang_ext.sweep.workloads import WORKLOADS
+
+    size = QUICK if args.quick else FULL
+    chosen = {
+        field.name: getattr(size, field.name)
+        if getattr(args, field.name) is None
+        else getattr(args, field.name)
+        for field in dataclasses.fields(Size)
+    }
+    methods = args.methods or DEFAULT_METHODS
+    for name in methods:
+        method(name)
+    for name in chosen["workloads"]:
+        if name not in WORKLOADS:
+            raise SweepUsageError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
+    for key, _ in args.url:
+        if key not in SERVERS:
+            raise SweepUsageError(f"--url {key}=...: expected one of {', '.join(SERVERS)}")
+    if not chosen["batches"] and not chosen["rates"]:
+        raise SweepUsageError("neither --batches nor --rates: there is nothing to measure")
+    return Plan(
+        model=args.model,
+        methods=tuple(methods),
+        seed=args.seed,
+        data=str(_data(args.data)),
+        server_flags=tuple(shlex.split(args.server_flags)),
+        **chosen,
+    )
+
+
+def _data(given: Path | None) -> Path:
+    if given is None:
+        return next((path for path in _DATA if path.is_dir()), _DATA[-1])
+    if not given.exists():
+        raise SweepUsageError(f"--data {given}: there is no such file or folder")
+    return given.absolute()
+
+
+def _load(plan: Plan) -> tuple[dict[str, Any], str, Any]:
+    """The workloads by name, the model's path, and its tokenizer.
+
+    Raises:
+        SweepUsageError, WorkloadError, ModelError: what is wrong with one of them.
+    """
+    from sglang_ext.sweep.methods import METHODS
+    from sglang_ext.sweep.workloads import load_workload
+
+    path = resolve(plan.model)
+    tokenizer, context_len = _tokenizer(plan, path)
+    workloads: dict[str, Any] = {}
+    for name in plan.workloads:
+        workload = load_workload(
+            name, tokenizer, data=Path(plan.data), prompts=plan.prompts,
+            max_tokens=plan.max_tokens, seed=plan.seed, context_len=context_len,
+        )  # fmt: skip
+        for method in plan.methods:
+            if workload.kind not in METHODS[method].workload_kinds:
+                raise SweepUsageError(
+                    f"method {method!r} cannot decode workload {name!r} ({workload.kind}); it is "
+                    f"for {', '.join(sorted(METHODS[method].workload_kinds))}"
+                )
+        workloads[name] = workload
+    return workloads, path, tokenizer
+
+
+def _tokenizer(plan: Plan, path: str) -> tuple[Any, int]:
+    """The model's tokenizer, and the tokens that a request may have."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path).get_text_config()
+    except Exception as error:  # of many kinds: no files, no network, a damaged JSON
+        reason = " ".join(str(error).split())[:200]
+        raise SweepUsageError(
+            f"--model {plan.model}: no tokenizer can be loaded: {reason}"
+        ) from None
+    given = flag_value(plan.server_flags, "--context-length")
+    return tokenizer, int(given or config.max_position_embeddings)
+
+
+def _sweep(
+    args: argparse.Namespace, results: Any, workloads: dict[str, Any], path: str, tokenizer: Any
+) -> int:
+    """Measure what is left and report; returns the exit code."""
+    from sglang_ext.sweep.methods import METHODS, SERVERS
+    from sglang_ext.sweep.runner import Runner
+    from sglang_ext.sweep.servers import Servers
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    _note_environment(results, say)
+    plan = results.plan
+    with Servers(plan.model, SERVERS, plan.server_flags, dict(args.url), say) as servers:
+        runner = Runner(results, workloads, METHODS, servers, path, decode, say)
+        say(f"{args.out}: {len(runner.left())} of {sum(1 for _ in plan.order())} runs to make")
+        runner.run()
+    if any(point.error is None for point in results.points):
+        _report(args.out)
+    for problem in runner.problems:
+        say(f"sglang-ext sweep: {problem}")
+    left = len(runner.left())
+    if left:
+        say(f"{left} runs have no result. {_how_to_go_on(args.out)}")
+    return _FAILED if runner.problems or left else 0
+
+
+def _note_environment(results: Any, say: Callable[[str], None]) -> None:
+    from sglang_ext.sweep import environment
+
+    now = environment.collect()
+    before = results.environment
+    if not before:
+        results.write_environment(now)
+        return
+    changes = environment.changes(before, now)
+    for change in changes:
+        say(f"this is not what the sweep began with: {change}")
+    resumed = {"started": now["started"], "changes": changes}
+    results.write_environment(before | {"resumed": [*before.get("resumed", []), resumed]})
+
+
+def _report(folder: Path) -> None:
+    from sglang_ext.sweep.report import write_report
+
+    write_report(folder)
+    print(f"{folder / 'report.html'}, summary.md, summary.csv, figures.json")
+
+
+def _how_to_go_on(folder: Path) -> str:
+    return (
+        f"What is finished is in {folder}; the same command goes on with it, and "
+        f"`sglang-ext sweep report {folder}` shows it."
+    )
+
+
+def _interrupt(*_: object) -> None:
+    """As Ctrl-C, so that servers are stopped."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected different names, comma-separated")
+    return names
+
+
+def _numbers(kind: type[Number]) -> Callable[[str], tuple[Number, ...]]:
+    def parse(text: str) -> tuple[Number, ...]:
+        try:
+            numbers = tuple(kind(part) for part in text.split(",")) if text.strip() else ()
+        except ValueError:
+            numbers = (kind(0),)
+        if len(set(numbers)) < len(numbers) or not all(0 < n < float("inf") for n in numbers):
+            what = "whole numbers from 1" if kind is int else "numbers above 0"
+            raise argparse.ArgumentTypeError(f"{text!r}: expected different {what}, as 1,2,4")
+        return numbers
+
+    return parse
+
+
+def _whole(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1")
+    return int(text)
+
+
+def _named_url(text: str) -> tuple[str, str]:
+    name, _, url = text.partition("=")
+    parts = urlsplit(url)
+    if not name or parts.scheme not in ("http", "https") or not parts.netloc:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=http://HOST:PORT")
+    return name, url.rstrip("/")
+
+
+def _shown(values: Sequence[object]) -> str:
+    return ",".join(map(str, values))

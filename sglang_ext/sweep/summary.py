@@ -1,0 +1,349 @@
+"""What a sweep came to: medians over its repeats with their spread, ratios, figures.
+
+Ratios are taken repeat by repeat between runs that followed each other, so that a machine that
+drifts moves both; their median is what is shown. Unfinished sweeps have what there is.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sglang_ext.sweep.methods import METHODS
+from sglang_ext.sweep.metrics import Run
+from sglang_ext.sweep.plan import BATCH, Plan, Point
+from sglang_ext.sweep.results import PointResult, Results
+
+BASELINE = "ar"
+OURS = "sssd-live"
+# Where SSSD is compared with its n-gram peers.
+PEER_WORKLOADS = ("mt-bench", "gsm8k")
+Columns = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Values of several repeats.
+
+    Attributes:
+        low, high: the quartiles.
+        count: of values.
+    """
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """At least one value."""
+        low, median, high = np.percentile(values, (25, 50, 75))
+        return cls(float(median), float(low), float(high), len(values))
+
+    @property
+    def percent(self) -> float:
+        """Half of the interquartile range, by the median, in percent; 0 for a median of 0."""
+        return 50.0 * (self.high - self.low) / abs(self.median) if self.median else 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One point over its finished repeats.
+
+    Attributes:
+        category: only the requests of this category; "": all.
+        by_repeat: columns by repeat; for a category `mean_e2e_latency_ms`, `accept_length`,
+            `completed` alone.
+        columns: their medians, and besides
+            speedup: against AR at the same workload and load. Of output_throughput in mode
+                "batch"; in mode "rate", where arrivals set the throughput, and of categories, of
+                mean_e2e_latency_ms.
+            equal_outputs_percent: requests whose output is that of AR's same run, token for token.
+    """
+
+    point: Point
+    category: str
+    by_repeat: Mapping[int, Columns]
+    columns: Mapping[str, Spread]
+
+    def median(self, name: str) -> float | None:
+        """None where the column is not known."""
+        return self.columns[name].median if name in self.columns else None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A sweep's results, rows in the plan's order.
+
+    Attributes:
+        runs: that are finished, of `planned`.
+        problems: runs without a result, failed requests, changes between resumptions.
+    """
+
+    plan: Plan
+    environment: Mapping[str, Any]
+    rows: Sequence[Row]
+    categories: Sequence[Row]
+    runs: int
+    planned: int
+    problems: Sequence[str]
+
+    def row(self, point: Point) -> Row | None:
+        """The row of a point, if it has one."""
+        return next((row for row in self.rows if row.point == point), None)
+
+    def select(self, workload: str, mode: str, method: str | None = None) -> list[Row]:
+        """Rows of a workload and mode, of one method or all."""
+        return [
+            row
+            for row in self.rows
+            if (row.point.workload, row.point.mode) == (workload, mode)
+            and method in (None, row.point.method)
+        ]
+
+    def panels(self) -> list[tuple[str, str]]:
+        """(workload, mode) of which there is something."""
+        return list(dict.fromkeys((row.point.workload, row.point.mode) for row in self.rows))
+
+    @property
+    def methods(self) -> list[str]:
+        """Those of which there is something."""
+        there = {row.point.method for row in self.rows}
+        return [name for name in self.plan.methods if name in there]
+
+    def figures(self) -> dict[str, Any]:
+        """The issue's figures; what cannot be had is left out.
+
+        min_ratio_sssd_vs_ar: SSSD live's output tokens/s by AR's, the least over workloads and
+            batch sizes.
+        min_ratio_sssd_vs_best_ngram_peer: by those of the best n-gram peer at the same workload
+            and batch size, the least over mt-bench and gsm8k.
+        min_rate_ratio_sssd_vs_ar: AR's mean end-to-end latency by SSSD live's, over all rates.
+        spread_percent: Spread.percent of output_throughput, the worst of all points in mode
+            "batch" with two repeats or more; spread_percent_median: their median.
+        equal_outputs_percent: of all methods' requests.
+        """
+        batch = [row for row in self.rows if row.point.mode == BATCH]
+        ours = [row for row in self.rows if row.point.method == OURS]
+        vs_ar = [(row, r) for row in ours if (r := self._ratio(row, BASELINE)) is not None]
+        vs_peers = [
+            ratio
+            for row in ours
+            if row.point.mode == BATCH and row.point.workload in PEER_WORKLOADS
+            for name in self.methods
+            if name in METHODS and METHODS[name].peer
+            if (ratio := self._ratio(row, name)) is not None
+        ]
+        spreads = [
+            row.columns["output_throughput"].percent for row in batch if len(row.by_repeat) > 1
+        ]
+        known = {
+            "min_ratio_sssd_vs_ar": _least(r for row, r in vs_ar if row.point.mode == BATCH),
+            "min_ratio_sssd_vs_best_ngram_peer": _least(vs_peers),
+            "min_rate_ratio_sssd_vs_ar": _least(r for row, r in vs_ar if row.point.mode != BATCH),
+            "methods": self.methods,
+            "batch_sizes": sorted({int(row.point.load) for row in batch}),
+            "workloads": list(dict.fromkeys(row.point.workload for row in self.rows)),
+            "spread_percent": max(spreads, default=None),
+            "spread_percent_median": float(np.median(spreads)) if spreads else None,
+            "equal_outputs_percent": self._equal_outputs(),
+            "runs": self.runs,
+            "runs_planned": self.planned,
+        }
+        return {name: value for name, value in known.items() if value is not None}
+
+    def _ratio(self, row: Row, method: str) -> float | None:
+        other = self.row(_with_method(row.point, method))
+        ratios = _speedups(row, other) if other else []
+        return float(np.median(ratios)) if ratios else None
+
+    def _equal_outputs(self) -> float | None:
+        shares = [
+            (columns["equal_outputs_percent"], columns["completed"])
+            for row in self.rows
+            for columns in row.by_repeat.values()
+            if "equal_outputs_percent" in columns
+        ]
+        total = sum(completed for _, completed in shares)
+        return sum(share * completed for share, completed in shares) / total if total else None
+
+
+def summarize(results: Results) -> Summary:
+    """The summary of a folder's finished runs.
+
+    Raises:
+        ResultsError: a file of it cannot be read.
+    """
+    finished = {(p.repeat, p.point): p for p in results.points if p.error is None}
+    runs = {key: Run() for key in finished}
+    for request in results.requests:
+        runs[request.repeat, request.point].add(request)
+    rows: list[Row] = []
+    categories: list[Row] = []
+    for point in dict.fromkeys(point for _, point in _in_order(results.plan)):
+        repeats = {repeat: run for (repeat, at), run in runs.items() if at == point}
+        if not repeats:
+            continue
+        base = {
+            repeat: runs[key]
+            for repeat in repeats
+            if (key := (repeat, _with_method(point, BASELINE))) in runs
+        }
+        by_repeat = {
+            repeat: run.columns(finished[repeat, point]) | _equality(point, run, base.get(repeat))
+            for repeat, run in sorted(repeats.items())
+        }
+        rows.append(Row(point, "", by_repeat, _medians(by_repeat)))
+        categories += _category_rows(point, repeats, base)
+    return Summary(
+        results.plan,
+        results.environment,
+        _with_speedups(rows),
+        _with_speedups(categories),
+        len(finished),
+        sum(1 for _ in results.plan.order()),
+        list(_problems(results, finished)),
+    )
+
+
+def compare(first: Summary, second: Summary) -> dict[str, float]:
+    """How far two sweeps agree: their medians of output_throughput, point by point.
+
+    Returns:
+        points: that both have in mode "batch"; median_difference_percent and
+        worst_difference_percent of these; within_spread_percent: how many of them differ by no
+        more than the larger spread_percent of the two; stated_spread_percent: that spread.
+    """
+    pairs = [
+        (a, b)
+        for row in first.rows
+        if row.point.mode == BATCH
+        and (other := second.row(row.point)) is not None
+        and (a := row.median("output_throughput"))
+        and (b := other.median("output_throughput"))
+    ]
+    if not pairs:
+        return {"points": 0}
+    stated = max(s.figures().get("spread_percent", 0.0) for s in (first, second))
+    differences = np.array([200.0 * abs(a - b) / (a + b) for a, b in pairs])
+    return {
+        "points": len(pairs),
+        "median_difference_percent": float(np.median(differences)),
+        "worst_difference_percent": float(differences.max()),
+        "within_spread_percent": float(100.0 * (differences <= stated).mean()),
+        "stated_spread_percent": stated,
+    }
+
+
+def title(method: str) -> str:
+    """A method's name in tables and plots."""
+    return METHODS[method].title if method in METHODS else method
+
+
+def _in_order(plan: Plan) -> Iterator[tuple[int, Point]]:
+    """The points by workload, mode and load, methods as in the plan."""
+    methods = {name: place for place, name in enumerate(plan.methods)}
+    workloads = {name: place for place, name in enumerate(plan.workloads)}
+    return iter(
+        sorted(
+            plan.order(),
+            key=lambda run: (
+                workloads[run[1].workload], run[1].mode, run[1].load, methods[run[1].method],
+            ),
+        )
+    )  # fmt: skip
+
+
+def _with_method(point: Point, method: str) -> Point:
+    return Point(method, point.workload, point.mode, point.load)
+
+
+def _medians(by_repeat: Mapping[int, Columns]) -> dict[str, Spread]:
+    names = dict.fromkeys(name for columns in by_repeat.values() for name in columns)
+    return {
+        name: Spread.of([columns[name] for columns in by_repeat.values() if name in columns])
+        for name in names
+    }
+
+
+def _equality(point: Point, run: Run, base: Run | None) -> dict[str, float]:
+    """Requests answered like AR's, in percent of those that both have answered."""
+    if point.method == BASELINE or base is None:
+        return {}
+    both = run.answered.keys() & base.answered.keys()
+    if not both:
+        return {}
+    same = sum(run.answered[name].sha == base.answered[name].sha for name in both)
+    return {"equal_outputs_percent": 100.0 * same / len(both)}
+
+
+def _category_rows(
+    point: Point, repeats: Mapping[int, Run], base: Mapping[int, Run]
+) -> Iterator[Row]:
+    """A row by category, over the requests that AR has answered as well, where there is AR."""
+    names = dict.fromkeys(a.category for run in repeats.values() for a in run.answered.values())
+    for category in names:
+        by_repeat = {}
+        for repeat, run in sorted(repeats.items()):
+            others = base.get(repeat, run).answered
+            chosen = [
+                answered
+                for name, answered in run.answered.items()
+                if name in others and answered.category == category
+            ]
+            if not chosen:
+                continue
+            steps = sum(a.verify_steps for a in chosen)
+            tokens = sum(a.tokens for a in chosen if a.verify_steps)
+            by_repeat[repeat] = {
+                "completed": float(len(chosen)),
+                "mean_e2e_latency_ms": 1e3 * sum(a.e2e_s for a in chosen) / len(chosen),
+            } | ({"accept_length": tokens / steps} if steps else {})
+        if by_repeat:
+            yield Row(point, category, by_repeat, _medians(by_repeat))
+
+
+def _with_speedups(rows: Sequence[Row]) -> list[Row]:
+    by_place = {(row.point, row.category): row for row in rows}
+    made = []
+    for row in rows:
+        base = by_place.get((_with_method(row.point, BASELINE), row.category))
+        ratios = _speedups(row, base) if base else []
+        more = {"speedup": Spread.of(ratios)} if ratios else {}
+        made.append(Row(row.point, row.category, row.by_repeat, {**row.columns, **more}))
+    return made
+
+
+def _speedups(row: Row, base: Row) -> list[float]:
+    """Ratios of the repeats that both have."""
+    pairs = [
+        (_speed(row, row.by_repeat[repeat]), _speed(base, base.by_repeat[repeat]))
+        for repeat in row.by_repeat
+        if repeat in base.by_repeat
+    ]
+    return [own / other for own, other in pairs if own and other]
+
+
+def _speed(row: Row, columns: Columns) -> float:
+    if row.point.mode == BATCH and not row.category:
+        return columns.get("output_throughput", 0.0)
+    latency = columns.get("mean_e2e_latency_ms", 0.0)
+    return 1.0 / latency if latency else 0.0
+
+
+def _problems(results: Results, finished: Mapping[tuple[int, Point], PointResult]) -> Iterator[str]:
+    for resumed in results.environment.get("resumed", []):
+        for change in resumed.get("changes", []):
+            yield f"the sweep went on under other conditions: {change}"
+    for run in results.points:
+        name = f"{run.point.id}, repeat {run.repeat + 1}"
+        if run.error is None and run.failed:
+            yield f"{name}: {run.failed} of {run.requests} requests failed"
+        elif run.error is not None and (run.repeat, run.point) not in finished:
+            yield f"{name}: {(run.error.strip() or 'failed').splitlines()[0]}"
+
+
+def _least(values: Iterable[float]) -> float | None:
+    return min(values, default=None)

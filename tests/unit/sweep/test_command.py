@@ -1,0 +1,169 @@
+"""The command line: what it asks for, what it refuses, and what it leaves behind."""
+
+import json
+
+import pytest
+
+from sglang_ext.cli import main
+from sglang_ext.sweep import command
+from sglang_ext.sweep.methods import DEFAULT_METHODS
+from sglang_ext.sweep.results import Results
+from tests.unit.sweep.fake_server import FakeServer
+from tests.unit.sweep.test_runner import WORKLOADS
+
+
+class Tokenizer:
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids))
+
+
+@pytest.fixture
+def servers():
+    """plain and sssd."""
+    made = {"plain": FakeServer(), "sssd": FakeServer("SSSD")}
+    yield made
+    for server in made.values():
+        server.die()
+
+
+@pytest.fixture
+def reported(monkeypatch):
+    """The folders that were reported on; workloads and model are replaced by small ones."""
+    folders: list = []
+    monkeypatch.setattr(command, "_report", folders.append)
+    monkeypatch.setattr(
+        command,
+        "_load",
+        lambda plan: ({w: WORKLOADS["w"] for w in plan.workloads}, "/no/model", Tokenizer()),
+    )
+    return folders
+
+
+def urls(servers):
+    return [part for key, s in servers.items() for part in ("--url", f"{key}={s.url}")]
+
+
+def options(folder, *more):
+    return [
+        "sweep", "--out", str(folder), "--methods", "ar,sssd-live", "--workloads", "mt-bench",
+        "--batches", "1,2", "--repeats", "1", *more,
+    ]  # fmt: skip
+
+
+def test_a_sweep_over_running_servers_and_again(tmp_path, servers, reported, capsys):
+    assert main(options(tmp_path / "r", *urls(servers))) == 0
+    assert reported == [tmp_path / "r"]
+    results = Results.read(tmp_path / "r")
+    assert len(results.points) == 4
+    assert results.environment["versions"]["python"]
+    assert results.environment["servers"]["sssd"]["url"] == servers["sssd"].url
+    before = len(servers["plain"].calls)
+    capsys.readouterr()
+    assert main(options(tmp_path / "r", *urls(servers))) == 0
+    assert "0 of 4 runs to make" in capsys.readouterr().err
+    assert len(servers["plain"].calls) == before
+    assert len(Results.read(tmp_path / "r").environment["resumed"]) == 1
+
+
+def test_a_server_that_dies_leaves_what_is_finished(tmp_path, servers, reported, capsys):
+    servers["sssd"].fate = lambda body: "die"
+    assert main(options(tmp_path, *urls(servers))) == 1
+    said = capsys.readouterr().err
+    assert "'sssd' died" in said and "no further runs of sssd-live" in said
+    assert "2 runs have no result" in said and "the same command goes on" in said
+    assert [p.method for p in Results.read(tmp_path).points if p.error is None] == ["ar", "ar"]
+    assert reported == [tmp_path]
+
+
+def test_no_server_at_the_url(tmp_path, servers, reported, capsys):
+    servers["sssd"].die()
+    assert main(options(tmp_path, *urls(servers))) == 1
+    assert "no SGLang server answers there" in capsys.readouterr().err
+
+
+def test_another_sweeps_folder(tmp_path, servers, reported, capsys):
+    assert main(options(tmp_path, *urls(servers))) == 0
+    assert main(options(tmp_path, "--seed", "5", *urls(servers))) == 2
+    assert "holds another sweep: seed 0, not 5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "ar,magic"], "unknown method 'magic'; known: ar, ngram"),
+        (["--workloads", "poems"], "unknown workload 'poems'; known: "),
+        (["--url", "gpu=http://h:1"], "--url gpu=...: expected one of plain"),
+        (["--data", "/no/such/folder"], "there is no such file or folder"),
+        (["--batches", ""], "nothing to measure"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(tmp_path, capsys, arguments, message):
+    assert main(["sweep", "--out", str(tmp_path / "r"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batches", "1,0"], "whole numbers from 1"),
+        (["--batches", "1,1"], "different whole numbers"),
+        (["--batches", "1,x"], "whole numbers from 1"),
+        (["--rates", "-1"], "numbers above 0"),
+        (["--rates", "nan"], "numbers above 0"),
+        (["--repeats", "0"], "a whole number from 1"),
+        (["--methods", "ar,,"], "different names"),
+        (["--methods", "ar,ar"], "different names"),
+        (["--url", "localhost:30000"], "expected NAME=http://HOST:PORT"),
+    ],
+)
+def test_malformed_options(tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        main(["sweep", "--out", str(tmp_path), *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_out_is_missing(capsys):
+    assert main(["sweep"]) == 2
+    assert "--out DIR is missing" in capsys.readouterr().err
+
+
+def planned(tmp_path, reported, servers, *arguments):
+    main(["sweep", "--out", str(tmp_path), *arguments, *urls(servers)])
+    return json.loads((tmp_path / "sweep.json").read_text())
+
+
+def test_quick_makes_small_what_is_not_given(tmp_path, reported, servers):
+    plan = planned(
+        tmp_path, reported, servers, "--quick", "--repeats", "1", "--methods", "ar,sssd-cold"
+    )
+    assert plan["repeats"] == 1
+    assert plan["batches"] == list(command.QUICK.batches)
+    assert plan["max_tokens"] == command.QUICK.max_tokens
+
+
+def test_the_defaults(tmp_path, monkeypatch):
+    plans: list = []
+
+    def load(plan):
+        plans.append(plan)
+        raise command.SweepUsageError("enough")
+
+    monkeypatch.setattr(command, "_load", load)
+    assert main(["sweep", "--out", str(tmp_path), "--server-flags", "--x 'a b'"]) == 2
+    (plan,) = plans
+    assert plan.methods == DEFAULT_METHODS
+    assert plan.workloads == ("mt-bench", "gsm8k", "long")
+    assert plan.batches == (1, 2, 4, 8, 16) and plan.rates == ()
+    assert plan.server_flags == ("--x", "a b")
+
+
+def test_report_of_no_sweep(tmp_path, capsys):
+    assert main(["sweep", "report", str(tmp_path)]) == 2
+    assert "holds no sweep" in capsys.readouterr().err
+
+
+def test_report_again(tmp_path, servers, reported):
+    assert main(options(tmp_path, *urls(servers))) == 0
+    assert main(["sweep", "report", str(tmp_path)]) == 0
+    assert reported == [tmp_path, tmp_path]

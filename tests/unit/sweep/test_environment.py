@@ -1,0 +1,36 @@
+"""Where a sweep was measured."""
+
+import json
+import os
+import platform
+
+from sglang_ext.sweep import environment
+
+
+def test_it_is_json_and_names_versions_and_machine():
+    found = json.loads(json.dumps(environment.collect()))
+    assert found["versions"]["python"] == platform.python_version()
+    assert found["versions"]["sglang"] and found["versions"]["torch"]
+    assert found["cpu"] and found["cores"] >= 1 and found["threads"] >= 1
+    assert found["memory_gb"] > 0
+
+
+def test_changes_are_those_that_matter():
+    before = environment.collect()
+    assert environment.changes(before, before | {"started": "later"}) == []
+    assert environment.changes(before, before | {"threads": 99}) == [
+        f"threads: {before['threads']} before, 99 now"
+    ]
+
+
+def test_forward_costs_are_the_models_newest_last(tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_EXT_CACHE", str(tmp_path))
+    assert environment.forward_costs("/m") == []
+    folder = tmp_path / "knee"
+    folder.mkdir()
+    for name, model, when in (("a", "/m", 300), ("b", "/m", 200), ("c", "/other", 400)):
+        content = {"for": {"model": model}, "I_knee": when, "seconds": {"1": 0.1}}
+        (folder / f"{name}.json").write_text(json.dumps(content))
+        os.utime(folder / f"{name}.json", (when, when))
+    (folder / "d.json").write_text("{")
+    assert [costs["I_knee"] for costs in environment.forward_costs("/m")] == [200, 300]

@@ -1,0 +1,19 @@
+"""Time left."""
+
+from sglang_ext.sweep.plan import Point
+from sglang_ext.sweep.progress import Pace
+
+
+def test_time_left_is_that_of_runs_at_the_same_load():
+    slow, fast = Point("a", "w", "batch", 1), Point("a", "w", "batch", 16)
+    pace = Pace()
+    assert pace.left([slow]) == "0 s left"
+    pace.note(slow, 60.0)
+    pace.note(slow, 120.0)
+    pace.note(fast, 6.0)
+    assert pace.left([]) == "0 s left"
+    assert pace.left([Point("b", "w", "batch", 16)]) == "6 s left"
+    assert pace.left([slow, slow]) == "3 min left"
+    assert pace.left([slow] * 50) == "1 h 15 min left"
+    # One that was not met yet counts as the mean of the others.
+    assert pace.left([Point("a", "v", "batch", 1)] * 5) == "4 min left"

@@ -1,0 +1,341 @@
+"""Whole sweeps over servers that can die: what is measured, in which order, and what is kept."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from sglang_ext.sweep import load
+from sglang_ext.sweep.methods import Method
+from sglang_ext.sweep.plan import Plan
+from sglang_ext.sweep.results import Results
+from sglang_ext.sweep.runner import Runner, SweepError, output_sha
+from sglang_ext.sweep.workloads import Item, Workload
+from tests.unit.sweep.fake_server import FakeServers
+
+SERVERS = {
+    "plain": (),
+    "ngram": ("--speculative-algorithm", "NGRAM"),
+    "sssd": ("--speculative-algorithm", "SSSD"),
+}
+METHODS = {
+    method.name: method
+    for method in (
+        Method("ar", "AR", "plain"),
+        Method("ngram", "NGRAM", "ngram"),
+        Method("cold", "Cold", "sssd", {"drafter": "sssd", "ingest": False}),
+        Method("live", "Live", "sssd", {"drafter": "sssd"}, corpus=True, fresh_namespace=True),
+    )
+}
+PLAN = Plan(
+    model="m", methods=("ar", "ngram", "cold", "live"), workloads=("w", "v"), batches=(1, 2),
+    rates=(), repeats=2, prompts=3, max_tokens=4, seed=0, data="/d", server_flags=(),
+)  # fmt: skip
+TOTAL = 2 * 2 * 2 * 4
+MEASURED_TOKENS, WARM_UP_TOKENS = 20, 16
+
+
+def workload(name, first):
+    def made(kind, start, count):
+        return tuple(
+            Item(f"{kind}{i}", f"category {i % 2}", (start + i, 1), MEASURED_TOKENS)
+            for i in range(count)
+        )
+
+    return Workload(name, "text", made("m", first, 3), made("s", first + 50, 2))
+
+
+WORKLOADS = {"w": workload("w", 1), "v": workload("v", 200)}
+
+
+def sweep(folder, plan=PLAN, servers=None, say=None):
+    """(runner, servers) after a sweep into a folder."""
+    servers = servers or FakeServers(SERVERS)
+    with Results.create_or_resume(folder, plan) as results, servers:
+        runner = Runner(
+            results, WORKLOADS, METHODS, servers, "/no/model",
+            decode=lambda ids: " ".join(map(str, ids)), say=say or servers.said.append,
+        )  # fmt: skip
+        runner.run()
+    return runner, servers
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(folder, runner, servers) after a sweep without incidents."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, *sweep(folder)
+
+
+def is_measured(body):
+    """Whether a request is one of a timed run."""
+    return body["sampling_params"]["max_new_tokens"] == MEASURED_TOKENS and any(
+        body["input_ids"] == list(item.input_ids)
+        for workload in WORKLOADS.values()
+        for item in workload.measured
+    )
+
+
+def namespaces(server):
+    return [
+        body["sampling_params"]["custom_params"]["namespace"]
+        for body in server.generated()
+        if "namespace" in body["sampling_params"].get("custom_params", {})
+    ]
+
+
+def test_everything_is_measured_once_in_the_plans_order(whole):
+    folder, runner, servers = whole
+    results = Results.read(folder)
+    assert [(p.repeat, p.point) for p in results.points] == list(PLAN.order())
+    assert len(results.points) == TOTAL
+    assert runner.problems == [] and runner.left() == []
+    for point in results.points:
+        assert (point.requests, point.failed, point.error) == (3, 0, None)
+        assert point.output_tokens == 3 * MEASURED_TOKENS
+        assert point.prompt_tokens == 3 * 2
+        assert point.duration_s > 0
+    assert len(list(results.requests)) == TOTAL * 3
+    assert [key for key, _ in servers.started] == ["plain", "ngram", "sssd"]
+    assert set(results.environment["servers"]) == set(SERVERS)
+
+
+def test_requests_are_kept_with_what_they_gave(tmp_path):
+    sweep(tmp_path, replace(PLAN, workloads=("w",), batches=(2,), repeats=1))
+    requests = [r for r in Results.read(tmp_path).requests if r.method == "cold"]
+    assert [r.id for r in requests] == ["m0", "m1", "m2"]
+    assert [r.category for r in requests] == ["category 0", "category 1", "category 0"]
+    for n, request in enumerate(requests, start=1):
+        assert request.output_sha == output_sha([100 * n + i for i in range(MEASURED_TOKENS)])
+        assert request.output_tokens == MEASURED_TOKENS
+        assert 0 < len(request.itl_s) < MEASURED_TOKENS  # without those of the first chunk
+        assert request.load == 2.0 and request.mode == "batch"
+    assert output_sha([1, 2]) != output_sha([2, 1])
+
+
+def test_widths_and_accept_lengths_come_from_the_server(tmp_path):
+    sweep(tmp_path, replace(PLAN, workloads=("w",), batches=(1,), repeats=1))
+    found = {p.method: p for p in Results.read(tmp_path).points}
+    assert {name: p.verify_width for name, p in found.items()} == {
+        "ar": 1.0, "ngram": 12, "cold": 4.0, "live": 4.0,
+    }  # fmt: skip
+    assert found["ar"].accept_length is None
+    # 20 tokens in chunks of 1, 2, 1, 2, ...: 14 verify steps.
+    assert found["cold"].accept_length == pytest.approx(20 / 14)
+
+
+def test_a_warm_method_has_what_was_served_before_and_nothing_of_its_own_prompts(whole):
+    folder, _, servers = whole
+    served = Results.read(folder).served_before("w")
+    assert [(s.id, s.prompt) for s in served] == [("s0", [51, 1]), ("s1", [52, 1])]
+    assert served[0].output == [5100 + i for i in range(MEASURED_TOKENS)]
+    sssd = servers.server("sssd")
+    loaded = [body for path, body in sssd.calls if path == "/add_external_corpus"]
+    assert len(loaded) == TOTAL / 4
+    assert {body["corpus_id"] for body in loaded} == {"sweep-w", "sweep-v"}
+    texts = next(body["documents"] for body in loaded if body["corpus_id"] == "sweep-w")
+    assert texts == [" ".join(map(str, s.output)) for s in served]
+    assert sssd.corpora == {}  # all were removed
+    # The corpus is there for the warm method's requests alone, after the cache was flushed.
+    state = "none"
+    for path, body in sssd.calls:
+        if path == "/flush_cache":
+            assert state == "none"
+        if path == "/add_external_corpus":
+            state = "loaded"
+        elif path == "/remove_external_corpus":
+            state = "none"
+        elif path == "/generate" and is_measured(body):
+            live = "namespace" in body["sampling_params"]["custom_params"]
+            assert (state == "loaded") == live
+    assert "/add_external_corpus" not in servers.server("plain").paths()
+
+
+def test_each_run_of_a_live_method_has_a_namespace_of_its_own(whole):
+    _, _, servers = whole
+    sssd = servers.server("sssd")
+    used = [name for name in namespaces(sssd) if name != "sweep-warm-up"]
+    assert len(used) == TOTAL / 4 * 3
+    assert len(set(used)) == TOTAL / 4
+    deleted = {path.rpartition("/")[2] for path in sssd.paths() if "/namespaces/" in path}
+    assert deleted == set(used) | {"sweep-warm-up"}
+
+
+def test_the_cache_is_flushed_before_each_run_and_warm_ups_are_not_repeated(whole):
+    _, _, servers = whole
+    plain = servers.server("plain")
+    assert plain.paths().count("/flush_cache") == TOTAL / 4
+    warm = [b for b in plain.generated() if b["sampling_params"]["max_new_tokens"] == 16]
+    assert sorted(b["input_ids"][0] for b in warm) == [51, 52, 250, 251]  # never a measured one
+    measured = [b for b in plain.generated() if is_measured(b)]
+    assert len(measured) == TOTAL / 4 * 3
+
+
+def test_a_finished_sweep_is_not_measured_again(whole):
+    _, servers = sweep(whole[0])
+    assert servers.started == []
+
+
+def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path):
+    servers = FakeServers(SERVERS)
+
+    def ctrl_c(line):
+        servers.said.append(line)
+        if line.startswith(f"9/{TOTAL}"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(tmp_path, servers=servers, say=ctrl_c)
+    assert all(server.dead for _, server in servers.started)
+    before = [p for p in Results.read(tmp_path).points if p.error is None]
+    assert len(before) == 9
+    runner, again = sweep(tmp_path)
+    points = [p for p in Results.read(tmp_path).points if p.error is None]
+    assert points[:9] == before
+    assert [(p.repeat, p.point) for p in points] == list(PLAN.order())
+    assert runner.left() == []
+    assert not any(
+        body["input_ids"][0] in (51, 52) and body["sampling_params"]["max_new_tokens"] == 20
+        for body in again.server("plain").generated()
+    )  # what was served before was kept
+
+
+def test_a_server_that_dies_is_started_again_and_the_run_repeated(tmp_path):
+    def set_up(key, server, nth):
+        if key == "ngram" and nth == 0:
+            seen: list = []
+
+            def fate(body):
+                seen.append(is_measured(body))
+                return "die" if sum(seen) == 5 else None
+
+            server.fate = fate
+
+    runner, servers = sweep(tmp_path, servers=FakeServers(SERVERS, set_up=set_up))
+    points = Results.read(tmp_path).points
+    assert [key for key, _ in servers.started] == ["plain", "ngram", "sssd", "ngram"]
+    (died,) = [p for p in points if p.error is not None]
+    assert died.method == "ngram" and "'ngram' died" in died.error
+    assert [(p.repeat, p.point) for p in points if p.error is None] == list(PLAN.order())
+    assert runner.problems == []
+
+
+def test_a_point_that_kills_its_server_twice_is_left_out(tmp_path):
+    seen: list = []
+
+    def fate(body):
+        if is_measured(body) and body["input_ids"][0] >= 200:
+            seen.append(body)
+            return "die" if len(seen) in (1, 2) else None
+        return None
+
+    def set_up(key, server, nth):
+        if key == "sssd":
+            server.fate = fate
+
+    runner, _ = sweep(tmp_path, servers=FakeServers(SERVERS, set_up=set_up))
+    points = Results.read(tmp_path).points
+    assert len([p for p in points if p.error is None]) == TOTAL - 1
+    (problem,) = runner.problems
+    assert "left out" in problem and "repeat 1, v/batch-1/" in problem
+    ((repeat, left),) = runner.left()
+    assert repeat == 0 and left.workload == "v"
+
+
+def test_a_server_that_does_not_start_again_ends_its_methods_alone(tmp_path):
+    from sglang_ext.started_server import ServerError
+
+    def set_up(key, server, nth):
+        if key == "sssd" and nth == 0:
+            server.fate = lambda body: "die" if is_measured(body) else None
+        elif key == "sssd":
+            raise ServerError("the server did not start:\nOut of memory")
+
+    runner, _ = sweep(tmp_path, servers=FakeServers(SERVERS, set_up=set_up))
+    good = [p for p in Results.read(tmp_path).points if p.error is None]
+    assert {p.method for p in good} == {"ar", "ngram"}
+    assert len(good) == TOTAL / 2
+    (problem,) = runner.problems
+    assert problem.startswith("no further runs of cold, live: the server did not start")
+
+
+def test_a_server_that_never_starts_ends_the_sweep(tmp_path):
+    from sglang_ext.started_server import ServerError
+
+    def set_up(key, server, nth):
+        if key == "ngram":
+            raise ServerError("the server did not start: no compiler")
+
+    with pytest.raises(SweepError, match="no compiler"):
+        sweep(tmp_path, servers=FakeServers(SERVERS, set_up=set_up))
+
+
+def test_failed_requests_are_told_and_the_run_is_kept(tmp_path):
+    plan = replace(PLAN, methods=("ar",), workloads=("w",), batches=(2,), repeats=1)
+
+    def set_up(key, server, nth):
+        server.refuse = lambda body: 400 if body["input_ids"][0] == 2 else None
+
+    runner, _ = sweep(tmp_path, plan, FakeServers(SERVERS, set_up=set_up))
+    (point,) = Results.read(tmp_path).points
+    assert (point.requests, point.failed, point.error) == (3, 1, None)
+    assert point.output_tokens == 2 * MEASURED_TOKENS
+    (problem,) = runner.problems
+    assert "1 of 3 requests failed: HTTP 400" in problem
+
+
+def test_a_run_whose_requests_all_fail_has_no_result(tmp_path):
+    plan = replace(PLAN, methods=("ar", "cold"), workloads=("w",), batches=(2,), repeats=1)
+
+    def set_up(key, server, nth):
+        if key == "sssd":
+            server.refuse = lambda body: 400
+
+    runner, _ = sweep(tmp_path, plan, FakeServers(SERVERS, set_up=set_up))
+    found = {p.method: p for p in Results.read(tmp_path).points}
+    assert found["ar"].error is None
+    assert found["cold"].error.startswith("all 3 requests failed: HTTP 400")
+    assert {r.method for r in Results.read(tmp_path).requests} == {"ar"}
+    assert [point.method for _, point in runner.left()] == ["cold"]
+
+
+def test_where_servers_do_not_fit_together_one_runs_at_a_time(tmp_path):
+    most: list[int] = []
+    servers = FakeServers(SERVERS, together=False)
+    servers.set_up = lambda key, server, nth: most.append(
+        sum(not other.dead for _, other in servers.started)
+    )
+    sweep(tmp_path, servers=servers)
+    assert most and max(most) == 0
+    points = Results.read(tmp_path).points
+    assert {(p.repeat, p.point) for p in points} == set(PLAN.order())
+    assert len(points) == TOTAL
+    by_server = [(p.repeat, METHODS[p.method].server) for p in points]
+    changes = sum(a != b for a, b in itertools.pairwise(by_server))
+    assert changes == 2 * 3 - 1  # each repeat, every server once
+
+
+def test_rates_are_measured_too(tmp_path, monkeypatch):
+    asked: list = []
+
+    def run_rate(url, items, rate, seed, params):
+        asked.append((rate, seed))
+        return load.run_rate(url, items, 100.0, seed, params)
+
+    monkeypatch.setattr("sglang_ext.sweep.runner.run_rate", run_rate)
+    plan = replace(PLAN, methods=("ar", "cold"), workloads=("w",), batches=(), rates=(0.5, 5.0))
+    sweep(tmp_path, plan)
+    points = Results.read(tmp_path).points
+    assert [(p.mode, p.load) for p in points[:4]] == [("rate", 0.5)] * 2 + [("rate", 5.0)] * 2
+    # Methods meet the same arrivals, repeats others.
+    assert asked == [(0.5, 0)] * 2 + [(5.0, 0)] * 2 + [(0.5, 1)] * 2 + [(5.0, 1)] * 2
+
+
+def test_progress_says_how_fast_against_ar_and_how_long(whole):
+    _, _, servers = whole
+    lines = [line for line in servers.said if "tokens/s" in line]
+    assert len(lines) == TOTAL
+    assert lines[0].startswith(f"1/{TOTAL}  repeat 1  w batch 1  ar")
+    assert all("left" in line for line in lines)
+    assert all("x AR" in line for line in lines if "repeat 2" in line)
+    assert lines[-1].startswith(f"{TOTAL}/{TOTAL}") and "0 s left" in lines[-1]
