@@ -27,6 +27,7 @@ BASELINE = "ar"
 PLAIN_SERVER = "plain"
 _NAMESPACE = "sweep-{}"
 _WARM_UP_REQUESTS, _WARM_UP_TOKENS = 4, 16
+_OPENING_TOKENS = 32
 # While prompts are answered that are not measured, or arrive by themselves.
 _IN_FLIGHT = 16
 
@@ -229,6 +230,7 @@ class Runner:
             if method.corpus:
                 self._load_corpus(server, workload.name, after)
             params = _params(method, uuid.uuid4().hex[:12], server, after)
+            self._open_namespace(server, workload, params)
             nodes, steps = server.widths()
             cpu, started = server.cpu_seconds(), time.time()
             load = self._send(server, repeat, point, workload.measured, params)
@@ -278,6 +280,15 @@ class Runner:
             params = _params(method, "warm-up", server, after)
             run_batch(server.url, short, len(short), params)
         warm |= {method.name, workload.name}
+
+    @staticmethod
+    def _open_namespace(
+        server: RunningServer, workload: "Workload", params: Mapping[str, Any]
+    ) -> None:
+        """What a drafter makes of a corpus for a new namespace, it makes at its first request."""
+        item = (workload.served_before or workload.measured)[0]
+        short = dataclasses.replace(item, input_ids=item.input_ids[:_OPENING_TOKENS], max_tokens=2)
+        run_batch(server.url, [short], 1, params)
 
     def _keep(
         self,
