@@ -4,7 +4,7 @@ VENV ?= .venv
 MODELS := smollm2-135m-instruct whisper-base whisper-tiny.en
 BIN := $(VENV)/bin
 
-.PHONY: demo test unit lint setup clean
+.PHONY: demo test unit lint setup peers clean
 
 demo: setup
 	$(BIN)/python -m scripts.demo
@@ -29,6 +29,11 @@ $(VENV)/.installed: pyproject.toml requirements.lock
 	$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements.lock
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
+
+# Suffix decoding, to compare with: docs/peers.md.
+peers: setup
+	$(BIN)/pip install --disable-pip-version-check --no-deps nanobind==2.9.2 cmake==4.4.4 ninja==1.13.2 grpcio-tools==1.85.1
+	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation arctic-inference==0.1.1
 
 clean:
 	rm -rf $(VENV)
