@@ -2,11 +2,12 @@
 
 import gzip
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
+
+from sglang_ext.sweep.scenarios import growing
 
 # Languages written without spaces: a source grows by characters, not by words.
 _UNSPACED = frozenset({"chinese", "japanese", "thai", "lao", "khmer", "burmese"})
@@ -110,23 +111,6 @@ def by_stream(updates: Iterable[Update], mode: str, batch: int) -> dict[int, lis
 def is_unspaced(language: str) -> bool:
     """Whether a language, by its English name, is written without spaces between words."""
     return language.strip().lower() in _UNSPACED
-
-
-def growing(sentence: str, lag: int, *, by_character: bool = False) -> tuple[str, ...]:
-    """A sentence's beginnings, each `lag` words (or characters) longer than the one before.
-
-    The text is cut, not rewritten: spaces and punctuation stay as they are.
-
-    Raises:
-        ValueError: the lag is below 1.
-    """
-    if lag < 1:
-        raise ValueError(f"the lag must be at least 1 word, got {lag}")
-    ends = [match.end() for match in re.finditer(r"\S" if by_character else r"\S+", sentence)]
-    steps = ends[lag - 1 :: lag]
-    if ends and (not steps or steps[-1] != ends[-1]):
-        steps.append(ends[-1])
-    return tuple(sentence[:end].lstrip() for end in steps)
 
 
 def read_lines(path: Path) -> list[str]:

@@ -2,7 +2,14 @@
 
 from sglang_ext.models.commands import add_commands
 from sglang_ext.models.registry import ModelError, UnknownModelError
-from sglang_ext.models.store import ModelInfo, default_cache_dir, fetch, list_models, resolve
+from sglang_ext.models.store import (
+    ModelInfo,
+    default_cache_dir,
+    fetch,
+    is_whisper,
+    list_models,
+    resolve,
+)
 
 __all__ = [
     "ModelError",
@@ -11,6 +18,7 @@ __all__ = [
     "add_commands",
     "default_cache_dir",
     "fetch",
+    "is_whisper",
     "list_models",
     "resolve",
 ]

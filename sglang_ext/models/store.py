@@ -82,6 +82,22 @@ def resolve(name_or_path: str) -> str:
     )
 
 
+def is_whisper(name_or_path: str) -> bool:
+    """Whether a model reads speech, without fetching it; a model that is not here reads text."""
+    if name_or_path in MODELS:
+        return MODELS[name_or_path].is_whisper
+    hub_id = name_or_path.count("/") == 1 and not name_or_path.startswith(("/", ".", "~"))
+    if not hub_id and not os.path.exists(name_or_path):
+        return False
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(name_or_path)
+    except (OSError, ValueError):  # no such folder or hub id, no network, a damaged file
+        return False
+    return config.get("model_type") == "whisper"
+
+
 def fetch(
     name: str,
     cache_dir: str | os.PathLike[str] | None = None,

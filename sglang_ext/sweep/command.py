@@ -6,20 +6,23 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from sglang_ext.flags import flag_value
-from sglang_ext.models import ModelError, resolve
+from sglang_ext.models import ModelError, is_whisper, resolve
+from sglang_ext.sweep.methods import AUDIO, RETRANSLATION, TEXT
 from sglang_ext.sweep.plan import Plan
 
 _FAILED = 1
 _USAGE_ERROR = 2
 _CHECKOUT = Path(__file__).parents[2]
-# The first folder that is there, where --data is not given.
-_DATA = (_CHECKOUT.parent / "shared" / "data" / "text", _CHECKOUT / "scripts" / "data")
+# Where --data is not given: a folder by kind of workload, where there is one, else the checkout's.
+_SHARED = _CHECKOUT.parent / "shared" / "data"
+_FOLDERS = {TEXT: "text", AUDIO: "speech", RETRANSLATION: "parallel"}
+_OWN_DATA = _CHECKOUT / "scripts" / "data"
 
 Number = TypeVar("Number", int, float)
 
@@ -38,6 +41,8 @@ class Size:
 
 FULL = Size()
 QUICK = Size(workloads=("mt-bench", "gsm8k"), batches=(1, 4), repeats=2, prompts=6, max_tokens=48)
+# Of a Whisper; transcripts end by themselves.
+_WHISPER: dict[str, Any] = {"workloads": ("audio",), "max_tokens": 224}
 
 
 class SweepUsageError(Exception):
@@ -62,11 +67,12 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     command.add_argument(
         "--methods", type=_names, metavar="A,B",
-        help="see docs/sweep.md [ar, n-gram peers, SSSD]",
+        help="see docs/sweep.md [ar, n-gram peers, SSSD; of a Whisper ar, SpecASR]",
     )  # fmt: skip
     command.add_argument(
-        "--workloads", type=_names, metavar="A,B", help=f"[{_shown(FULL.workloads)}]"
-    )
+        "--workloads", type=_names, metavar="A,B",
+        help=f"[{_shown(FULL.workloads)}; of a Whisper audio]",
+    )  # fmt: skip
     command.add_argument(
         "--batches", type=_numbers(int), metavar="N,M",
         help=f"requests in flight; \"\": none [{_shown(FULL.batches)}]",
@@ -86,12 +92,13 @@ def add_commands(commands: Any) -> None:
     )
     command.add_argument(
         "--data", type=Path, metavar="DIR",
-        help="the workloads' data [Spec-Bench of the checkout]",
+        help="the workloads' data: texts, or speech with references.tsv [Spec-Bench of the "
+        "checkout]",
     )  # fmt: skip
     command.add_argument(
         "--url", type=_named_url, action="append", default=[], metavar="NAME=URL",
-        help="take a running server for plain, ngram, ngram-corpus or sssd instead of starting "
-        "one; may be repeated",
+        help="take a running server for plain, ngram, ngram-corpus, sssd, specasr or ssbd instead "
+        "of starting one; may be repeated",
     )  # fmt: skip
     command.add_argument(
         "--server-flags", default="", metavar="FLAGS",
@@ -169,22 +176,24 @@ def plan_of(args: argparse.Namespace) -> Plan:
     Raises:
         SweepUsageError, UnknownMethod: an option is wrong.
     """
-    from sglang_ext.sweep.methods import DEFAULT_METHODS, SERVERS, method
-    from sglang_ext.sweep.workloads import WORKLOADS
+    from sglang_ext.sweep.methods import SERVERS, default_methods
+    from sglang_ext.sweep.workloads import WORKLOADS, kind_of
 
+    whisper = is_whisper(args.model)
     size = QUICK if args.quick else FULL
+    size = dataclasses.replace(size, **_WHISPER) if whisper else size
     chosen = {
         field.name: getattr(size, field.name)
         if getattr(args, field.name) is None
         else getattr(args, field.name)
         for field in dataclasses.fields(Size)
     }
-    methods = args.methods or DEFAULT_METHODS
-    for name in methods:
-        method(name)
     for name in chosen["workloads"]:
         if name not in WORKLOADS:
             raise SweepUsageError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
+    kinds = {name: kind_of(name) for name in chosen["workloads"]}
+    methods = args.methods or default_methods(kinds.values())
+    _check_kinds(args.model, whisper, kinds, methods)
     for key, _ in args.url:
         if key not in SERVERS:
             raise SweepUsageError(f"--url {key}=...: expected one of {', '.join(SERVERS)}")
@@ -194,15 +203,37 @@ def plan_of(args: argparse.Namespace) -> Plan:
         model=args.model,
         methods=tuple(methods),
         seed=args.seed,
-        data=str(_data(args.data)),
+        data=str(_data(args.data, set(kinds.values()))),
         server_flags=tuple(shlex.split(args.server_flags)),
         **chosen,
     )
 
 
-def _data(given: Path | None) -> Path:
+def _check_kinds(
+    model: str, whisper: bool, kinds: Mapping[str, str], methods: Sequence[str]
+) -> None:
+    """Raises SweepUsageError, UnknownMethod: a workload is not for the model, or for a method."""
+    from sglang_ext.sweep.methods import method
+
+    chosen = [method(name) for name in methods]
+    for workload, kind in kinds.items():
+        if (kind == AUDIO) != whisper:
+            raise SweepUsageError(
+                f"workload {workload!r} ({kind}) is not for {model}, which "
+                + ("reads speech: --workloads audio" if whisper else "reads text, not speech")
+            )
+        for made in chosen:
+            if kind not in made.workload_kinds:
+                raise SweepUsageError(
+                    f"method {made.name!r} cannot decode workload {workload!r} ({kind}); it is "
+                    f"for {', '.join(sorted(made.workload_kinds))}"
+                )
+
+
+def _data(given: Path | None, kinds: Collection[str]) -> Path:
     if given is None:
-        return next((path for path in _DATA if path.is_dir()), _DATA[-1])
+        folder = _SHARED / _FOLDERS[next(iter(kinds)) if len(kinds) == 1 else TEXT]
+        return folder if folder.is_dir() else _OWN_DATA
     if not given.exists():
         raise SweepUsageError(f"--data {given}: there is no such file or folder")
     return given.absolute()
@@ -214,24 +245,17 @@ def _load(plan: Plan) -> tuple[dict[str, Any], str, Any]:
     Raises:
         SweepUsageError, WorkloadError, ModelError: what is wrong with one of them.
     """
-    from sglang_ext.sweep.methods import METHODS
     from sglang_ext.sweep.workloads import load_workload
 
     path = resolve(plan.model)
     tokenizer, context_len = _tokenizer(plan, path)
-    workloads: dict[str, Any] = {}
-    for name in plan.workloads:
-        workload = load_workload(
+    workloads = {
+        name: load_workload(
             name, tokenizer, data=Path(plan.data), prompts=plan.prompts,
             max_tokens=plan.max_tokens, seed=plan.seed, context_len=context_len,
-        )  # fmt: skip
-        for method in plan.methods:
-            if workload.kind not in METHODS[method].workload_kinds:
-                raise SweepUsageError(
-                    f"method {method!r} cannot decode workload {name!r} ({workload.kind}); it is "
-                    f"for {', '.join(sorted(METHODS[method].workload_kinds))}"
-                )
-        workloads[name] = workload
+        )
+        for name in plan.workloads
+    }  # fmt: skip
     return workloads, path, tokenizer
 
 
@@ -248,7 +272,8 @@ def _tokenizer(plan: Plan, path: str) -> tuple[Any, int]:
             f"--model {plan.model}: no tokenizer can be loaded: {reason}"
         ) from None
     given = flag_value(plan.server_flags, "--context-length")
-    return tokenizer, int(given or config.max_position_embeddings)
+    known = getattr(config, "max_position_embeddings", None) or config.max_target_positions
+    return tokenizer, int(given or known)
 
 
 def _sweep(

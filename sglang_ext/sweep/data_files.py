@@ -13,6 +13,8 @@ _OWN_DATA = Path(__file__).parents[2] / "scripts" / "data"
 _SPEC_BENCH = ("spec_bench.jsonl", "question.jsonl")
 _GSM8K_TEST = ("gsm8k_test.jsonl", "gsm8k_test_main.jsonl")
 _GSM8K_TRAIN = ("gsm8k_train.jsonl", "gsm8k_train_main.jsonl")
+_SENTENCES = ("sentences.txt", "multi30k.test_2016_flickr.en")
+_PARALLEL = "parallel"
 _CHATS = ("chat.jsonl", "chat.json", "sharegpt.jsonl", "sharegpt.json")
 _ROLES = {
     "human": "user", "user": "user",
@@ -98,6 +100,30 @@ def conversations(data: Path) -> list[Messages]:
     return [_chat(place, row) for place, row in _rows(path)]
 
 
+def sentences(data: Path) -> list[str]:
+    """The sentences of a text file, plain or .gz, a line each, without empty lines.
+
+    Raises:
+        WorkloadError: there is no file, or it is empty or no text.
+    """
+    given = data.is_file() and ".json" not in data.name
+    path = data if given else _find(data, _SENTENCES, beside=_PARALLEL)
+    if path is None:
+        raise WorkloadError(
+            f"{data}: workload retranslation needs English sentences, a line each: give them with "
+            f"--data FILE, or put {' or '.join(_SENTENCES)} into the folder"
+        )
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            found = [text for line in file if (text := line.strip())]
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise WorkloadError(f"{path} cannot be read: {error}") from None
+    if not found:
+        raise WorkloadError(f"{path} is empty: expected at least one sentence")
+    return found
+
+
 def _chat(place: str, row: dict[str, Any]) -> Messages:
     turns = row.get("conversations", row.get("conversation", row.get("messages")))
     if not isinstance(turns, list):
@@ -122,10 +148,15 @@ def _chat(place: str, row: dict[str, Any]) -> Messages:
     return messages
 
 
-def _find(data: Path, names: Sequence[str]) -> Path | None:
-    """The first of these files, packed or not: beside or in `data`, else in the checkout."""
+def _find(data: Path, names: Sequence[str], beside: str = "") -> Path | None:
+    """The first of these files, packed or not: beside or in `data`, else in the checkout.
+
+    Args:
+        beside: a folder next to that of `data` to look in as well.
+    """
     folder = data if data.is_dir() else data.parent
-    paths = [place / (name + end) for place in (folder, _OWN_DATA) for name in names
+    places = [folder, folder.parent / beside] if beside else [folder]
+    paths = [place / (name + end) for place in (*places, _OWN_DATA) for name in names
              for end in ("", ".gz")]  # fmt: skip
     return next((path for path in paths if path.is_file()), None)
 

@@ -11,12 +11,11 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 
-if TYPE_CHECKING:
-    from sglang_ext.sweep.workloads import Item
+from sglang_ext.sweep.items import Item, streams
 
 # With long prompts the first token of the last request in a batch comes late.
 _READ_TIMEOUT_S = 600.0
@@ -74,23 +73,25 @@ class Load:
 
 
 def run_batch(
-    url: str, items: "Sequence[Item]", in_flight: int, params: Mapping[str, Any] | None = None
+    url: str, items: Sequence[Item], in_flight: int, params: Mapping[str, Any] | None = None
 ) -> Load:
     """Closed loop: all items as soon as fewer than `in_flight` are under way.
 
     Args:
+        items: those of a stream wait for one another; `in_flight` streams are under way.
         params: custom_params of the requests.
 
     Raises:
         ServerGone: the server ended.
     """
 
-    async def send_all(send: Callable[[_Raw], Awaitable[None]], raws: list[_Raw]) -> None:
-        pending = iter(raws)
+    async def send_all(send: _Send, chains: list[list[_Raw]]) -> None:
+        pending = iter(chains)
 
         async def one_after_the_other() -> None:
-            for raw in pending:
-                await send(raw)
+            for chain in pending:
+                for raw in chain:
+                    await send(raw)
 
         await asyncio.gather(*(one_after_the_other() for _ in range(in_flight)))
 
@@ -99,7 +100,7 @@ def run_batch(
 
 def run_rate(
     url: str,
-    items: "Sequence[Item]",
+    items: Sequence[Item],
     rate: float,
     seed: int,
     params: Mapping[str, Any] | None = None,
@@ -107,22 +108,24 @@ def run_rate(
     """Open loop: the items arrive by a Poisson process, whatever is still under way.
 
     Args:
-        rate: requests a second in the mean; the first one comes at once.
+        items: of a stream the first one arrives, the others follow.
+        rate: requests (streams) a second in the mean; the first one comes at once.
         seed: of the arrivals; equal ones arrive equally.
 
     Raises:
         ServerGone: the server ended.
     """
-    at = arrivals(len(items), rate, seed)
 
-    async def send_all(send: Callable[[_Raw], Awaitable[None]], raws: list[_Raw]) -> None:
+    async def send_all(send: _Send, chains: list[list[_Raw]]) -> None:
+        at = arrivals(len(chains), rate, seed)
         begin = time.perf_counter()
 
-        async def later(raw: _Raw, seconds: float) -> None:
+        async def later(chain: list[_Raw], seconds: float) -> None:
             await asyncio.sleep(seconds - (time.perf_counter() - begin))
-            await send(raw)
+            for raw in chain:
+                await send(raw)
 
-        await asyncio.gather(*(later(raw, t) for raw, t in zip(raws, at, strict=True)))
+        await asyncio.gather(*(later(chain, t) for chain, t in zip(chains, at, strict=True)))
 
     return _run(url, items, params, send_all)
 
@@ -138,7 +141,7 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
 class _Raw:
     """A request under way. chunks: (time, bytes) as they came; times of time.perf_counter."""
 
-    item: "Item"
+    item: Item
     body: bytes
     start: float = 0.0
     end: float = 0.0
@@ -147,37 +150,40 @@ class _Raw:
     error: str | None = None
 
 
+_Send = Callable[[_Raw], Awaitable[None]]
+# What sends all requests; those of a chain wait for one another.
+_SendAll = Callable[[_Send, list[list[_Raw]]], Awaitable[None]]
+
+
 def _run(
-    url: str,
-    items: "Sequence[Item]",
-    params: Mapping[str, Any] | None,
-    send_all: Callable[[Callable[[_Raw], Awaitable[None]], list[_Raw]], Awaitable[None]],
+    url: str, items: Sequence[Item], params: Mapping[str, Any] | None, send_all: _SendAll
 ) -> Load:
-    raws = [_Raw(item, _body(item, params)) for item in items]
-    asyncio.run(_drive(url, raws, send_all))
+    chains = [[_Raw(item, _body(item, params)) for item in stream] for stream in streams(items)]
+    asyncio.run(_drive(url, chains, send_all))
+    raws = [raw for chain in chains for raw in chain]
     if not raws:
         return Load([], 0.0)
     begin = min(raw.start for raw in raws)
     return Load([_answer(raw, begin) for raw in raws], max(raw.end for raw in raws) - begin)
 
 
-def _body(item: "Item", params: Mapping[str, Any] | None) -> bytes:
+def _body(item: Item, params: Mapping[str, Any] | None) -> bytes:
     sampling: dict[str, Any] = {
         "temperature": 0.0,
         "max_new_tokens": item.max_tokens,
         "ignore_eos": False,
     }
-    if params:
-        sampling["custom_params"] = dict(params)
-    body = {"input_ids": list(item.input_ids), "sampling_params": sampling, "stream": True}
+    if custom := {**(params or {}), **item.params}:
+        sampling["custom_params"] = custom
+    body: dict[str, Any] = {"sampling_params": sampling, "stream": True}
+    if item.audio:  # the decoder's prompt is the server's own
+        body |= {"text": "", "audio_data": item.audio, "modalities": ["audio"]}
+    else:
+        body["input_ids"] = list(item.input_ids)
     return json.dumps(body).encode()
 
 
-async def _drive(
-    url: str,
-    raws: list[_Raw],
-    send_all: Callable[[Callable[[_Raw], Awaitable[None]], list[_Raw]], Awaitable[None]],
-) -> None:
+async def _drive(url: str, chains: list[list[_Raw]], send_all: _SendAll) -> None:
     timeout = aiohttp.ClientTimeout(total=None, sock_read=_READ_TIMEOUT_S)
     # Shorter than servers keep idle connections (uvicorn: 5 s): none is lost as it is used again.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
@@ -199,7 +205,7 @@ async def _drive(
             finally:
                 raw.end = time.perf_counter()
 
-        await send_all(send, raws)
+        await send_all(send, chains)
 
 
 async def _is_healthy(http: aiohttp.ClientSession, url: str) -> bool:

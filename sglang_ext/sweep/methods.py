@@ -1,11 +1,11 @@
-"""What a sweep compares: SSSD, its peers, and plain decoding.
+"""What a sweep compares: SSSD, SpecASR and SSBD, their peers, and plain decoding.
 
 Each peer drafts by its own published rule and with its own settings (docs/peers.md), and verifies
 all that it drafts. How many nodes a step verifies is part of SSSD, not of its peers; `pld-budget`,
 `rest-budget` and `suffix-budget` show them with our budget.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,9 @@ class Method:
         fresh_namespace: each run has a namespace of its own, which its outputs join.
         peer: an n-gram peer of SSSD.
         workload_kinds: what it can decode.
+        sessions: a stream of growing sources is a session of its own, whose last output is the
+            draft; only what a stream ends with is ingested.
+        exact: greedy output is plain decoding's.
     """
 
     name: str
@@ -35,7 +38,10 @@ class Method:
     corpus: bool = False
     fresh_namespace: bool = False
     peer: bool = False
-    workload_kinds: frozenset[str] = frozenset({TEXT})
+    # A growing source is a prompt like any other to those that have no sessions.
+    workload_kinds: frozenset[str] = frozenset({TEXT, RETRANSLATION})
+    sessions: bool = False
+    exact: bool = True
 
 
 class UnknownMethod(ValueError):
@@ -51,6 +57,8 @@ SERVERS: Mapping[str, tuple[str, ...]] = {
         "--speculative-algorithm", "NGRAM", "--speculative-ngram-external-sam-budget", "6",
     ),
     "sssd": ("--speculative-algorithm", "SSSD", "--drafters", "pld,rest,suffix"),
+    "specasr": ("--speculative-algorithm", "SSSD", "--draft-model", "whisper-tiny.en"),
+    "ssbd": ("--speculative-algorithm", "SSSD", "--drafters", "ssbd"),
 }  # fmt: skip
 
 
@@ -63,11 +71,27 @@ def _peer(name: str, title: str, **more: Any) -> list[Method]:
     ]
 
 
+def _specasr(name: str, title: str, budget: str = "fixed", **options: Any) -> Method:
+    """A mode of SpecASR; as published, all that is drafted is verified."""
+    params = {"drafter": "specasr", "specasr": options, "budget": budget}
+    return Method(name, title, "specasr", params, workload_kinds=frozenset({AUDIO}))
+
+
+def _ssbd(name: str, title: str, beta: float, more: bool = False) -> Method:
+    """SSBD as published, or with realignment and retrieval, the server's default."""
+    ssbd = {"beta": beta, "realign": more, "retrieve": more}
+    return Method(
+        name, title, "ssbd", {"drafter": "ssbd", "ssbd": ssbd, "ingest": more},
+        corpus=more, fresh_namespace=more, workload_kinds=frozenset({RETRANSLATION}),
+        sessions=True, exact=not beta,
+    )  # fmt: skip
+
+
 _COLD = {"drafter": "sssd", "ingest": False}
 METHODS: Mapping[str, Method] = {
     method.name: method
     for method in (
-        Method("ar", "AR", "plain"),
+        Method("ar", "AR", "plain", workload_kinds=frozenset({TEXT, AUDIO, RETRANSLATION})),
         Method("ngram", "NGRAM", "ngram", peer=True),
         Method("ngram-corpus", "NGRAM with corpus", "ngram-corpus", corpus=True, peer=True),
         *_peer("pld", "PLD"),
@@ -79,11 +103,28 @@ METHODS: Mapping[str, Method] = {
             "sssd-live", "SSSD live", "sssd", {"drafter": "sssd"},
             corpus=True, fresh_namespace=True,
         ),
+        _specasr("specasr-fixed", "Draft (8,1)", mode="fixed", length=8, beams=1),
+        _specasr("specasr-asp", "SpecASR ASP", mode="asp"),
+        _specasr("specasr-recycling", "SpecASR ASP, recycling", mode="recycling"),
+        _specasr("specasr-tsp", "SpecASR TSP", "auto", mode="tsp"),
+        _ssbd("ssbd", "SSBD, no bias", 0.0),
+        _ssbd("ssbd-bias", "SSBD, bias 0.2", 0.2),
+        _ssbd("ssbd-plus", "SSBD+, bias 0.2", 0.2, more=True),
     )
 }  # fmt: skip
 DEFAULT_METHODS = (
     "ar", "ngram", "pld", "rest", "suffix", "sssd-cold", "sssd-static", "sssd-live",
 )  # fmt: skip
+_DEFAULTS: Mapping[str, tuple[str, ...]] = {
+    TEXT: DEFAULT_METHODS,
+    AUDIO: ("ar", "specasr-fixed", "specasr-asp", "specasr-recycling", "specasr-tsp"),
+    RETRANSLATION: ("ar", "ssbd", "ssbd-bias", "ssbd-plus"),
+}
+
+
+def default_methods(kinds: Collection[str]) -> tuple[str, ...]:
+    """Those that are compared on workloads of these kinds, where none are named."""
+    return _DEFAULTS[next(iter(kinds))] if len(set(kinds)) == 1 else DEFAULT_METHODS
 
 
 def method(name: str) -> Method:

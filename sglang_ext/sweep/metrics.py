@@ -1,7 +1,7 @@
 """A run's columns, named and computed as in SGLang's bench_serving.
 
 Source: sglang/benchmark/serving.py, calculate_metrics. What it does not have: verify_width,
-cpu_s_per_1k_tokens, memory_mb.
+cpu_s_per_1k_tokens, memory_mb, and the columns of quality.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.sweep.quality import QUALITIES
 from sglang_ext.sweep.results import PointResult, RequestResult
 
 LATENCIES = ("e2e_latency", "ttft", "tpot", "itl")
@@ -51,6 +52,7 @@ class Run:
         default_factory=lambda: {name: [] for name in LATENCIES}
     )
     _intervals: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    _ratios: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, request: RequestResult) -> None:
         """Take in one request; a failed one has no times."""
@@ -67,9 +69,12 @@ class Run:
                 rest = (request.e2e_s - request.ttft_s) / (request.output_tokens - 1)
                 self._seconds["tpot"].append(rest)
         self._intervals.append(np.asarray(request.itl_s, dtype=np.float32))
+        for name, (part, whole) in request.ratios.items():
+            parts, wholes = self._ratios.get(name, (0, 0))
+            self._ratios[name] = [parts + part, wholes + whole]
 
     def columns(self, point: PointResult) -> dict[str, float]:
-        """By name, in the order of COLUMNS; what is not known is left out.
+        """By name, in the order of COLUMNS and QUALITIES; what is not known is left out.
 
         Args:
             point: the run's own line.
@@ -98,7 +103,11 @@ class Run:
             known["cpu_s_per_1k_tokens"] = 1e3 * point.cpu_s / point.output_tokens
         for name in LATENCIES:
             known |= _statistics(name, self._intervals if name == "itl" else [self._seconds[name]])
-        return {name: float(v) for name in COLUMNS if (v := known.get(name)) is not None}
+        for name, scale in QUALITIES.items():
+            part, whole = self._ratios.get(name, (0, 0))
+            known[name] = scale * part / whole if whole else None
+        names = (*COLUMNS, *QUALITIES)
+        return {name: float(v) for name in names if (v := known.get(name)) is not None}
 
 
 def _statistics(name: str, seconds: Iterable[npt.ArrayLike]) -> Mapping[str, float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.sweep.plan import BATCH, RATE
-from sglang_ext.sweep.summary import BASELINE, OURS, Row, Spread, Summary, title
+from sglang_ext.sweep.summary import BASELINE, HEADLINES, Row, Spread, Summary, title
 from sglang_ext.sweep.tables import category_rows, model_name
 
 ENDINGS = ("png", "svg")
@@ -269,7 +269,7 @@ def _look(summary: Summary, method: str) -> dict[str, Any]:
         "color": _color(summary, method),
         "marker": marker,
         "markersize": 4,
-        "linewidth": 2.2 if method == OURS else 1.2,
+        "linewidth": 2.2 if method in HEADLINES.values() else 1.2,
         "label": title(method),
     }
 

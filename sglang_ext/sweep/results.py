@@ -92,6 +92,7 @@ class RequestResult:
         spec_verify_ct: verify steps; None without speculation.
         output_sha: first 16 hex digits of the SHA-256 of the output's ids, int32 little-endian.
         error: why it failed.
+        ratios: [part, whole] by column, see quality.py.
     """
 
     repeat: int
@@ -110,6 +111,7 @@ class RequestResult:
     spec_verify_ct: int | None
     output_sha: str
     error: str | None
+    ratios: dict[str, list[int]] = dataclasses.field(default_factory=dict)
 
     @property
     def point(self) -> Point:

@@ -7,25 +7,25 @@ import uuid
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from sglang_ext.started_server import ServerError
 from sglang_ext.sweep import environment
+from sglang_ext.sweep.items import Item, Workload, as_sessions
 from sglang_ext.sweep.load import Answer, Load, ServerGone, run_batch, run_rate
 from sglang_ext.sweep.methods import Method
 from sglang_ext.sweep.plan import RATE, Point
 from sglang_ext.sweep.progress import Pace
+from sglang_ext.sweep.quality import Ratios, qualities
 from sglang_ext.sweep.results import PointResult, RequestResult, Results, ServedBefore
 from sglang_ext.sweep.servers import ControlError, RunningServer, Servers
-
-if TYPE_CHECKING:
-    from sglang_ext.sweep.workloads import Item, Workload
 
 BASELINE = "ar"
 PLAIN_SERVER = "plain"
 _NAMESPACE = "sweep-{}"
+_WARM_UP = "warm-up"
 _WARM_UP_REQUESTS, _WARM_UP_TOKENS = 4, 16
 _OPENING_TOKENS = 32
 # While prompts are answered that are not measured, or arrive by themselves.
@@ -53,7 +53,7 @@ class Runner:
     def __init__(
         self,
         results: Results,
-        workloads: "Mapping[str, Workload]",
+        workloads: Mapping[str, Workload],
         methods: Mapping[str, Method],
         servers: Servers,
         model_path: str,
@@ -111,11 +111,12 @@ class Runner:
         if PLAIN_SERVER not in keys and self._unanswered(left):
             keys.append(PLAIN_SERVER)
         longest = max(
-            len(item.input_ids) + item.max_tokens
+            item.most_tokens
             for workload in self._workloads.values()
             for item in workload.measured + workload.served_before
         )
-        in_flight = max((*self._plan.batches, _IN_FLIGHT))
+        busy = (_IN_FLIGHT,) if self._plan.rates or self._unanswered(left) else ()
+        in_flight = max((*self._plan.batches, *busy))
         self._servers.prepare(keys, self._model_path, longest * in_flight, longest)
         if self._servers.together:
             for key in keys:
@@ -135,7 +136,7 @@ class Runner:
         costs = environment.forward_costs(self._model_path)
         self._results.write_environment(known | {"servers": servers, "forward_costs": costs})
 
-    def _unanswered(self, left: Iterable[tuple[int, Point]]) -> "dict[str, list[Item]]":
+    def _unanswered(self, left: Iterable[tuple[int, Point]]) -> dict[str, list[Item]]:
         """By workload, what a corpus needs and nobody has answered yet."""
         names = {point.workload for _, point in left if self._methods[point.method].corpus}
         missing: dict[str, list[Item]] = {}
@@ -229,19 +230,22 @@ class Runner:
             server.flush_cache()
             if method.corpus:
                 self._load_corpus(server, workload.name, after)
-            params = _params(method, uuid.uuid4().hex[:12], server, after)
+            run = uuid.uuid4().hex[:12]
+            params = _params(method, run, server, after)
             self._open_namespace(server, workload, params)
+            items = _items(method, workload.measured, run)
             nodes, steps = server.widths()
             cpu, started = server.cpu_seconds(), time.time()
-            load = self._send(server, repeat, point, workload.measured, params)
+            load = self._send(server, repeat, point, items, params)
             cpu_after = server.cpu_seconds()
             memory = server.memory_mb()
             nodes_after, steps_after = server.widths()
         width = server.width
         if width is None and steps_after > steps:
             width = (nodes_after - nodes) / (steps_after - steps)
+        outputs = {a.id: a.output_ids for a in load.answers if a.error is None}
         return _results(
-            repeat, point, started, load,
+            repeat, point, started, load, qualities(workload.measured, outputs, self._decode),
             cpu_s=cpu_after - cpu if cpu is not None and cpu_after is not None else None,
             memory_mb=memory,
             verify_width=width,
@@ -252,7 +256,7 @@ class Runner:
         server: RunningServer,
         repeat: int,
         point: Point,
-        items: "Sequence[Item]",
+        items: Sequence[Item],
         params: Mapping[str, Any],
     ) -> Load:
         if point.mode == RATE:
@@ -266,7 +270,7 @@ class Runner:
         server.add_corpus(name, [text for text in texts if text])
         after.callback(_quietly, server.remove_corpus, name)
 
-    def _warm_up(self, server: RunningServer, method: Method, workload: "Workload") -> None:
+    def _warm_up(self, server: RunningServer, method: Method, workload: Workload) -> None:
         """Short requests before a method's and a workload's first run on a server."""
         warm = self._warm.setdefault(method.server, set())
         if {method.name, workload.name} <= warm:
@@ -277,13 +281,13 @@ class Runner:
             for item in items
         ]
         with ExitStack() as after:
-            params = _params(method, "warm-up", server, after)
-            run_batch(server.url, short, len(short), params)
+            params = _params(method, _WARM_UP, server, after)
+            run_batch(server.url, _items(method, short, _WARM_UP), len(short), params)
         warm |= {method.name, workload.name}
 
     @staticmethod
     def _open_namespace(
-        server: RunningServer, workload: "Workload", params: Mapping[str, Any]
+        server: RunningServer, workload: Workload, params: Mapping[str, Any]
     ) -> None:
         """What a drafter makes of a corpus for a new namespace, it makes at its first request."""
         item = (workload.served_before or workload.measured)[0]
@@ -314,7 +318,7 @@ class Runner:
         ratio = f"{result.output_throughput / baseline:.2f}x AR" if baseline else ""
         return (
             f"{self._total - len(after)}/{self._total}  repeat {result.repeat + 1}  "
-            f"{result.workload} {result.mode} {result.load:g}  {result.method:13}"
+            f"{result.workload} {result.mode} {result.load:g}  {result.method:17}"
             f"{result.output_throughput:8.1f} tokens/s  {ratio:9}  {self._pace.left(waiting)}"
         )
 
@@ -335,6 +339,11 @@ def _params(method: Method, run: str, server: RunningServer, after: ExitStack) -
     return params
 
 
+def _items(method: Method, items: Sequence[Item], run: str) -> Sequence[Item]:
+    """What a run sends."""
+    return as_sessions(items, method.params, run) if method.sessions else items
+
+
 def _quietly(clean_up: Callable[[str], None], name: str) -> None:
     with suppress(ControlError, httpx.HTTPError):  # the server is gone, or has none of it
         clean_up(name)
@@ -349,7 +358,12 @@ def _failed(repeat: int, point: Point, started: float, reason: str) -> PointResu
 
 
 def _results(
-    repeat: int, point: Point, started: float, load: Load, **measured: Any
+    repeat: int,
+    point: Point,
+    started: float,
+    load: Load,
+    ratios: Mapping[str, Ratios],
+    **measured: Any,
 ) -> tuple[PointResult, list[RequestResult]]:
     """A run's rows; where every request failed, the run did."""
     good = [answer for answer in load.answers if answer.error is None]
@@ -363,7 +377,7 @@ def _results(
         output_tokens=load.output_tokens, prompt_tokens=sum(a.prompt_tokens for a in good),
         accept_length=accept_length(good), error=error, **measured,
     )  # fmt: skip
-    requests = [_request(repeat, point, answer) for answer in load.answers]
+    requests = [_request(repeat, point, a, ratios.get(a.id, {})) for a in load.answers]
     return result, requests if error is None else []
 
 
@@ -374,13 +388,13 @@ def accept_length(answers: Iterable[Answer]) -> float | None:
     return sum(tokens for tokens, _ in pairs) / steps if steps else None
 
 
-def _request(repeat: int, point: Point, answer: Answer) -> RequestResult:
+def _request(repeat: int, point: Point, answer: Answer, ratios: Ratios) -> RequestResult:
     return RequestResult(
         repeat=repeat, **dataclasses.asdict(point), id=answer.id, category=answer.category,
         start_s=answer.start_s, ttft_s=answer.ttft_s, e2e_s=answer.e2e_s, itl_s=answer.itl_s,
         prompt_tokens=answer.prompt_tokens, output_tokens=len(answer.output_ids),
         spec_verify_ct=answer.spec_verify_ct, output_sha=output_sha(answer.output_ids),
-        error=answer.error,
+        error=answer.error, ratios=ratios,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
-"""Prompts composed of Spec-Bench's passages: long documents, and an agent's requests."""
+"""Prompts that are composed: long documents, an agent's requests, sources that grow."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -123,4 +124,30 @@ def _instructions() -> str:
     return (
         "You are an assistant that solves tasks with tools. The tools are:\n"
         f"{json.dumps(tools, indent=2)}\n\n{_RULES}"
+    )
+
+
+def growing(sentence: str, lag: int, *, by_character: bool = False) -> tuple[str, ...]:
+    """A sentence's beginnings, each `lag` words (or characters) longer than the one before.
+
+    The text is cut, not rewritten: spaces and punctuation stay as they are.
+
+    Raises:
+        ValueError: the lag is below 1.
+    """
+    if lag < 1:
+        raise ValueError(f"the lag must be at least 1 word, got {lag}")
+    ends = [match.end() for match in re.finditer(r"\S" if by_character else r"\S+", sentence)]
+    steps = ends[lag - 1 :: lag]
+    if ends and (not steps or steps[-1] != ends[-1]):
+        steps.append(ends[-1])
+    return tuple(sentence[:end].lstrip() for end in steps)
+
+
+def translate(source: str) -> str:
+    """The message of the server's own translation sessions."""
+    from sglang_ext.api.translator import DEFAULT_TEMPLATE
+
+    return DEFAULT_TEMPLATE.format(
+        source=source, source_language="English", target_language="French"
     )

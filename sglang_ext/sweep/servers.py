@@ -56,7 +56,8 @@ def plan_room(
         longest: tokens of the longest request, output included.
         weights, kv_bytes, available: bytes of the model, of a token's K and V, of free memory.
     """
-    fewest = max(_FEWEST_KV_TOKENS, _rounded_up(2 * longest))
+    least = _rounded_up(2 * longest)
+    fewest = max(least, min(_FEWEST_KV_TOKENS, _rounded_up(needed)))
     wanted = min(max(fewest, _rounded_up(needed)), max(fewest, _MOST_KV_TOKENS))
     fixed = _PROCESS_BYTES + _WEIGHT_COPIES * weights
 

@@ -17,6 +17,8 @@ from sglang_ext.sweep.results import PointResult, Results
 
 BASELINE = "ar"
 OURS = "sssd-live"
+# The methods of ours that figures speak of.
+HEADLINES: Mapping[str, str] = {"sssd": OURS, "specasr": "specasr-tsp", "ssbd": "ssbd-plus"}
 # Where SSSD is compared with its n-gram peers.
 PEER_WORKLOADS = ("mt-bench", "gsm8k")
 Columns = Mapping[str, float]
@@ -117,17 +119,18 @@ class Summary:
         """The issue's figures; what cannot be had is left out.
 
         min_ratio_sssd_vs_ar: SSSD live's output tokens/s by AR's, the least over workloads and
-            batch sizes.
+            batch sizes; min_ratio_specasr_vs_ar, min_ratio_ssbd_vs_ar: likewise SpecASR TSP's and
+            SSBD+'s.
         min_ratio_sssd_vs_best_ngram_peer: by those of the best n-gram peer at the same workload
             and batch size, the least over mt-bench and gsm8k.
-        min_rate_ratio_sssd_vs_ar: AR's mean end-to-end latency by SSSD live's, over all rates.
+        min_rate_ratio_sssd_vs_ar: AR's mean end-to-end latency by SSSD live's, over all rates;
+            likewise of specasr and ssbd.
         spread_percent: Spread.percent of output_throughput, the worst of all points in mode
             "batch" with two repeats or more; spread_percent_median: their median.
-        equal_outputs_percent: of all methods' requests.
+        equal_outputs_percent: of the requests of all methods that are exact.
         """
         batch = [row for row in self.rows if row.point.mode == BATCH]
         ours = [row for row in self.rows if row.point.method == OURS]
-        vs_ar = [(row, r) for row in ours if (r := self._ratio(row, BASELINE)) is not None]
         vs_peers = [
             ratio
             for row in ours
@@ -139,10 +142,10 @@ class Summary:
         spreads = [
             row.columns["output_throughput"].percent for row in batch if len(row.by_repeat) > 1
         ]
-        known = {
-            "min_ratio_sssd_vs_ar": _least(r for row, r in vs_ar if row.point.mode == BATCH),
+        known: dict[str, Any] = {
+            **self._vs_ar("min_ratio_{}_vs_ar", batch=True),
             "min_ratio_sssd_vs_best_ngram_peer": _least(vs_peers),
-            "min_rate_ratio_sssd_vs_ar": _least(r for row, r in vs_ar if row.point.mode != BATCH),
+            **self._vs_ar("min_rate_ratio_{}_vs_ar", batch=False),
             "methods": self.methods,
             "batch_sizes": sorted({int(row.point.load) for row in batch}),
             "workloads": list(dict.fromkeys(row.point.workload for row in self.rows)),
@@ -154,6 +157,18 @@ class Summary:
         }
         return {name: value for name, value in known.items() if value is not None}
 
+    def _vs_ar(self, name: str, batch: bool) -> dict[str, float | None]:
+        """Our methods' least ratios to AR, over batch sizes or over rates."""
+        rows = [row for row in self.rows if (row.point.mode == BATCH) == batch]
+        return {
+            name.format(ours): _least(
+                ratio
+                for row in rows
+                if row.point.method == method and (ratio := self._ratio(row, BASELINE)) is not None
+            )
+            for ours, method in HEADLINES.items()
+        }
+
     def _ratio(self, row: Row, method: str) -> float | None:
         other = self.row(_with_method(row.point, method))
         ratios = _speedups(row, other) if other else []
@@ -163,6 +178,7 @@ class Summary:
         shares = [
             (columns["equal_outputs_percent"], columns["completed"])
             for row in self.rows
+            if row.point.method not in METHODS or METHODS[row.point.method].exact
             for columns in row.by_repeat.values()
             if "equal_outputs_percent" in columns
         ]

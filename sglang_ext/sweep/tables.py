@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sglang_ext.sweep.metrics import COLUMNS
 from sglang_ext.sweep.plan import BATCH
+from sglang_ext.sweep.quality import QUALITIES
 from sglang_ext.sweep.summary import BASELINE, Row, Spread, Summary, title
 
 MARKDOWN, CSV = "summary.md", "summary.csv"
@@ -18,7 +19,7 @@ DETAILS = (
     "output_throughput", "speedup", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms",
     "p90_itl_ms", "p99_itl_ms", "median_e2e_latency_ms", "p90_e2e_latency_ms",
     "p99_e2e_latency_ms", "accept_length", "verify_width", "cpu_s_per_1k_tokens", "memory_mb",
-    "equal_outputs_percent",
+    "equal_outputs_percent", *QUALITIES,
 )  # fmt: skip
 
 
@@ -144,7 +145,7 @@ def details(summary: Summary) -> Iterator[Table]:
 
 def to_csv(summary: Summary) -> str:
     """A line per point: medians, and after all of them the spread of each, in percent."""
-    names = [*COLUMNS, *DERIVED]
+    names = [*COLUMNS, *QUALITIES, *DERIVED]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     places = ("workload", "method", "max_concurrency", "request_rate", "repeats")

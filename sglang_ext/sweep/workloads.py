@@ -6,32 +6,39 @@ a server has seen when it is no longer cold. At most half of a data set is measu
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from sglang_ext.sweep.clips import LONGEST_S, Clip, audio_files, read_clips, read_references
 from sglang_ext.sweep.data_files import (
-    Messages,
     Question,
     WorkloadError,
     conversations,
     gsm8k,
+    sentences,
     spec_bench,
 )
-from sglang_ext.sweep.methods import TEXT
-from sglang_ext.sweep.scenarios import Passage, about, agent_steps, documents, passage
+from sglang_ext.sweep.items import Item, Workload
+from sglang_ext.sweep.methods import AUDIO, RETRANSLATION, TEXT
+from sglang_ext.sweep.scenarios import (
+    Passage,
+    about,
+    agent_steps,
+    documents,
+    growing,
+    passage,
+    translate,
+)
+from sglang_ext.sweep.source import SERVED_TIMES, Source, different
 
-__all__ = ["WORKLOADS", "Item", "Workload", "WorkloadError", "load_workload"]
+__all__ = ["WORKLOADS", "Item", "Workload", "WorkloadError", "kind_of", "load_workload"]
 
 # Spec-Bench's name of each part, and MT-Bench's eight categories, which it holds one by one.
 MT_BENCH = (
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
 )  # fmt: skip
-# Prompts that were served before, by measured ones.
-SERVED_TIMES = 4
-# Tokens of the context that are left free, for drafts and what the server adds.
-_RESERVED = 64
 # Of a long document, where the context allows, and where it does not.
 LONG_TOKENS = (10_000, 20_000, 30_000)
 SHORT_CONTEXT_TOKENS = 6_000
@@ -40,40 +47,11 @@ _LEAST_LONG_TOKENS = 2_000
 DOCUMENT_QUESTIONS = 8
 # For the question and the template around a document.
 _TOKENS_AROUND = 160
-
-Thing = TypeVar("Thing")
-
-
-@dataclass(frozen=True)
-class Item:
-    """One request.
-
-    Attributes:
-        id: unique in its workload.
-        category: what results are also shown by.
-        max_tokens: of its output.
-    """
-
-    id: str
-    category: str
-    input_ids: tuple[int, ...]
-    max_tokens: int
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Requests of one kind.
-
-    Attributes:
-        kind: what a method must be able to decode, as methods.TEXT.
-        measured: what is timed.
-        served_before: never timed; its outputs are the corpus of the methods that have one.
-    """
-
-    name: str
-    kind: str
-    measured: tuple[Item, ...]
-    served_before: tuple[Item, ...]
+# Clips besides the measured ones, for the warm-up.
+_OTHER_CLIPS = 4
+# Words by which a source grows (lag-k), and the update from which results are shown together.
+LAG = 3
+_LATE_UPDATE = 4
 
 
 def load_workload(
@@ -101,7 +79,7 @@ def load_workload(
     """
     if name not in WORKLOADS:
         raise WorkloadError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
-    source = Source(name, tokenizer, data, prompts, max_tokens, seed, context_len)
+    source = Source(name, kind_of(name), tokenizer, data, prompts, max_tokens, seed, context_len)
     workload = WORKLOADS[name](source)
     if not workload.measured:
         raise WorkloadError(
@@ -109,74 +87,6 @@ def load_workload(
             f"{context_len} less {max_tokens} for the output)"
         )
     return workload
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a workload is made from: load_workload's arguments."""
-
-    name: str
-    tokenizer: Any
-    data: Path
-    prompts: int
-    max_tokens: int
-    seed: int
-    context_len: int
-
-    @property
-    def room(self) -> int:
-        """Tokens that a prompt may have."""
-        return self.context_len - self.max_tokens - _RESERVED
-
-    def shuffled(self, things: Iterable[Thing]) -> list[Thing]:
-        """In an order that the seed decides."""
-        order = list(things)
-        random.Random(f"{self.name} {self.seed}").shuffle(order)
-        return order
-
-    def item(self, name: str, category: str, messages: Messages) -> Item | None:
-        """A request, unless its prompt is too long."""
-        ids = self._ids(messages)
-        return Item(name, category, ids, self.max_tokens) if len(ids) <= self.room else None
-
-    def count(self, text: str) -> int:
-        """Tokens of a text by itself."""
-        return len(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def split(self, items: Iterator[Item], available: int) -> Workload:
-        """The first ones are measured, at most half of what is there, the next were served.
-
-        Args:
-            available: how many `items` has, or more.
-        """
-        measured = min(self.prompts, -(-available // 2))
-        taken = list(islice(_different(items), measured + SERVED_TIMES * self.prompts))
-        measured = min(measured, -(-len(taken) // 2))
-        return self.workload(taken[:measured], taken[measured:])
-
-    def halves(
-        self,
-        things: Sequence[Thing],
-        items: Callable[[Sequence[Thing]], Iterator[Item]],
-        served_times: int = SERVED_TIMES,
-    ) -> Workload:
-        """Every other thing makes measured items, the rest those that were served before."""
-        measured = list(islice(_different(items(things[::2])), self.prompts))
-        served = _different(items(things[1::2]), but=measured)
-        return self.workload(measured, list(islice(served, served_times * self.prompts)))
-
-    def workload(self, measured: Sequence[Item], served_before: Sequence[Item]) -> Workload:
-        """A text workload."""
-        return Workload(self.name, TEXT, tuple(measured), tuple(served_before))
-
-    def _ids(self, messages: Messages) -> tuple[int, ...]:
-        if not getattr(self.tokenizer, "chat_template", None):  # a base model
-            return tuple(self.tokenizer.encode("\n\n".join(text for _, text in messages)))
-        turns = [{"role": role, "content": text} for role, text in messages]
-        ids = self.tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, return_dict=False
-        )
-        return tuple(map(int, ids))
 
 
 def _mt_bench(source: Source) -> Workload:
@@ -206,8 +116,8 @@ def _gsm8k(source: Source) -> Workload:
     train = gsm8k(source.data, "train")
     if not train:
         return _in_turns(source, test)
-    measured = list(islice(_different(_questions(source, test)), source.prompts))
-    served = _different(_questions(source, train), but=measured)
+    measured = list(islice(different(_questions(source, test)), source.prompts))
+    served = different(_questions(source, train), but=measured)
     return source.workload(measured, list(islice(served, SERVED_TIMES * source.prompts)))
 
 
@@ -275,6 +185,64 @@ def _agent(source: Source) -> Workload:
     return source.halves(source.shuffled(_of(spec_bench(source.data), ("rag",))), items)
 
 
+def _audio(source: Source) -> Workload:
+    """English speech of up to 30 s, transcribed.
+
+    Clips of which it is known what is said come first; what is not measured is for the warm-up.
+    """
+    files = source.shuffled(audio_files(source.data))
+    references = read_references(files[0].parent)
+    files.sort(key=lambda path: path.name not in references)
+    most = source.context_len // 2  # openai-whisper's limit
+
+    def item(clip: Clip) -> Item:
+        length = "0-5 s" if clip.seconds < 5 else "5-10 s" if clip.seconds < 10 else "> 10 s"
+        return Item(
+            clip.name, length, (), min(source.max_tokens, most),
+            audio=clip.url, reference=clip.reference,
+        )  # fmt: skip
+
+    clips = islice(read_clips(files, references), source.prompts + _OTHER_CLIPS)
+    items = [item(clip) for clip in clips]
+    if not items:
+        raise WorkloadError(f"{source.data}: no clip is at most {LONGEST_S:g} s long")
+    return source.workload(items[: source.prompts], items[source.prompts :])
+
+
+def _retranslation(source: Source) -> Workload:
+    """Live translation, English to French: sentences that grow by three words a step.
+
+    Each step is translated anew. Other sentences, whole, were served before; the first of them
+    grows as well, for the warm-up.
+    """
+    order = source.shuffled(enumerate(dict.fromkeys(sentences(source.data)), start=1))
+    found = (made for number, text in order if (made := _updates(source, number, text)))
+    measured = min(source.prompts, -(-len(order) // 2))
+    taken = list(islice(found, measured + SERVED_TIMES * source.prompts))
+    if not taken:
+        raise WorkloadError(
+            f"{source.data}: no sentence has more than {LAG} words and a prompt of at most "
+            f"{source.room} tokens"
+        )
+    measured = min(measured, -(-len(taken) // 2))
+    before = [stream if not i else stream[-1:] for i, stream in enumerate(taken[measured:])]
+    return source.workload(list(chain(*taken[:measured])), list(chain(*before)))
+
+
+def _updates(source: Source, number: int, sentence: str) -> list[Item]:
+    """The requests of a sentence that grows; none where it is too short to, or too long."""
+    stream, made = f"sentence-{number}", list[Item]()
+    for step, text in enumerate(growing(sentence, LAG), start=1):
+        name = f"update {step}" if step < _LATE_UPDATE else f"update {_LATE_UPDATE} or later"
+        messages = [("user", translate(text))]
+        # As translation sessions ask: a model that thinks first would not be live.
+        item = source.item(f"{stream}-update-{step}", name, messages, enable_thinking=False)
+        if item is None:
+            return []
+        made.append(replace(item, stream=stream))
+    return made if len(made) > 1 else []
+
+
 WORKLOADS: Mapping[str, Callable[[Source], Workload]] = {
     "mt-bench": _mt_bench,
     "spec-bench": _spec_bench,
@@ -282,7 +250,15 @@ WORKLOADS: Mapping[str, Callable[[Source], Workload]] = {
     "long": _long,
     "chat": _chat,
     "agent": _agent,
+    "audio": _audio,
+    "retranslation": _retranslation,
 }
+_KINDS: Mapping[str, str] = {"audio": AUDIO, "retranslation": RETRANSLATION}
+
+
+def kind_of(name: str) -> str:
+    """A workload's kind, as methods.TEXT."""
+    return _KINDS.get(name, TEXT)
 
 
 def _in_turns(source: Source, questions: Sequence[Question]) -> Workload:
@@ -307,12 +283,3 @@ def _questions(source: Source, questions: Sequence[Question]) -> Iterator[Item]:
 
 def _of(questions: Iterable[Question], categories: Sequence[str]) -> list[Question]:
     return [question for question in questions if question.category in categories]
-
-
-def _different(items: Iterable[Item], but: Iterable[Item] = ()) -> Iterator[Item]:
-    """Each prompt once, and none of `but`."""
-    seen = {item.input_ids for item in but}
-    for item in items:
-        if item.input_ids not in seen:
-            seen.add(item.input_ids)
-            yield item

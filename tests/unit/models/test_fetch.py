@@ -13,7 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.models import ModelError, UnknownModelError, fetch, list_models, resolve
+from sglang_ext.models import (
+    ModelError,
+    UnknownModelError,
+    fetch,
+    is_whisper,
+    list_models,
+    resolve,
+)
 from sglang_ext.models.manifest import MANIFEST
 from sglang_ext.models.registry import MODELS, ModelSpec, SourceFile
 
@@ -292,3 +299,14 @@ def test_unknown_bare_name_suggests():
 def test_missing_path_is_told(path):
     with pytest.raises(UnknownModelError, match="no such model directory"):
         resolve(path)
+
+
+def test_whispers_are_known_before_they_are_fetched(tmp_path):
+    for name, kind in (("speech", "whisper"), ("text", "llama")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert is_whisper("whisper-base") and is_whisper(str(tmp_path / "speech"))
+    assert not is_whisper("smollm2-135m-instruct")
+    assert not is_whisper(str(tmp_path / "text"))
+    assert not is_whisper(str(tmp_path / "nowhere"))
+    assert not is_whisper("no-such-name")

@@ -13,7 +13,7 @@ from sglang_ext.sweep.servers import RunningServer, Servers
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Answers a prompt that begins with p with the tokens 100 p, 100 p + 1, ...
+    """Answers a prompt that begins with p with the tokens 100 p, 100 p + 1, ...; of audio, p is 7.
 
     Attributes:
         calls: (path, body) of every request but /health, in order.
@@ -136,7 +136,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("content-type", "text/event-stream")
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
-        first, count = body["input_ids"][0], body["sampling_params"]["max_new_tokens"]
+        prompt = body["input_ids"] if "audio_data" not in body else [7]
+        first, count = prompt[0], body["sampling_params"]["max_new_tokens"]
         output = [100 * first + i for i in range(count)]
         done, verify = 0, 0
         while done < count:
@@ -146,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.width_sum += 4
             self.server.width_count += 1
             meta = {
-                "id": "r", "prompt_tokens": len(body["input_ids"]), "completion_tokens": end,
+                "id": "r", "prompt_tokens": len(prompt), "completion_tokens": end,
                 "finish_reason": {"type": "length"} if end == count else None,
             }  # fmt: skip
             if self.server.algorithm:

@@ -94,6 +94,16 @@ def test_another_sweeps_folder(tmp_path, servers, reported, capsys):
         (["--workloads", "poems"], "unknown workload 'poems'; known: "),
         (["--url", "gpu=http://h:1"], "--url gpu=...: expected one of plain"),
         (["--data", "/no/such/folder"], "there is no such file or folder"),
+        (["--methods", "ar,ssbd"], "method 'ssbd' cannot decode workload 'mt-bench' (text); it is"),
+        (
+            ["--methods", "ar,sssd-live", "--workloads", "audio", "--model", "whisper-base"],
+            "method 'sssd-live' cannot decode workload 'audio' (audio); it is for retranslation, t",
+        ),
+        (["--workloads", "audio"], "'audio' (audio) is not for smollm2-135m-instruct, which reads"),
+        (
+            ["--workloads", "gsm8k", "--model", "whisper-base"],
+            "is not for whisper-base, which reads speech: --workloads audio",
+        ),
         (["--batches", ""], "nothing to measure"),
     ],
 )
@@ -142,7 +152,9 @@ def test_quick_makes_small_what_is_not_given(tmp_path, reported, servers):
     assert plan["max_tokens"] == command.QUICK.max_tokens
 
 
-def test_the_defaults(tmp_path, monkeypatch):
+@pytest.fixture
+def plans(monkeypatch):
+    """Those that are asked for; nothing is measured."""
     plans: list = []
 
     def load(plan):
@@ -150,12 +162,49 @@ def test_the_defaults(tmp_path, monkeypatch):
         raise command.SweepUsageError("enough")
 
     monkeypatch.setattr(command, "_load", load)
+    return plans
+
+
+def test_the_defaults(tmp_path, plans):
     assert main(["sweep", "--out", str(tmp_path), "--server-flags", "--x 'a b'"]) == 2
     (plan,) = plans
     assert plan.methods == DEFAULT_METHODS
     assert plan.workloads == ("mt-bench", "gsm8k", "long")
     assert plan.batches == (1, 2, 4, 8, 16) and plan.rates == ()
     assert plan.server_flags == ("--x", "a b")
+    assert plan.max_tokens == 128
+
+
+def whisper(folder):
+    """A folder that says it is one."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "whisper"}))
+    return str(folder)
+
+
+def test_the_defaults_of_a_whisper(tmp_path, plans):
+    for model in ("whisper-base", whisper(tmp_path / "mine")):
+        main(["sweep", "--out", str(tmp_path / "r"), "--model", model, "--quick"])
+    for plan in plans:
+        assert plan.workloads == ("audio",)
+        assert plan.methods[:2] == ("ar", "specasr-fixed") and plan.methods[-1] == "specasr-tsp"
+        assert (plan.max_tokens, plan.batches, plan.prompts) == (224, (1, 4), 6)
+    assert len(plans) == 2
+
+
+def test_the_defaults_follow_the_workloads(tmp_path, plans, monkeypatch):
+    for name in ("text", "parallel"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(command, "_SHARED", tmp_path)
+    for workloads in ("retranslation", "retranslation,gsm8k"):
+        main(["sweep", "--out", str(tmp_path / "r"), "--workloads", workloads])
+    monkeypatch.setattr(command, "_SHARED", tmp_path / "nowhere")
+    main(["sweep", "--out", str(tmp_path / "r"), "--workloads", "retranslation"])
+    first, mixed, alone = plans
+    assert first.methods == ("ar", "ssbd", "ssbd-bias", "ssbd-plus")
+    assert mixed.methods == DEFAULT_METHODS
+    assert (first.data, mixed.data) == (str(tmp_path / "parallel"), str(tmp_path / "text"))
+    assert alone.data == str(command._OWN_DATA)
 
 
 def test_report_of_no_sweep(tmp_path, capsys):

@@ -133,3 +133,54 @@ def test_a_rate_does_not_wait_for_answers(server):
 
 def test_no_items():
     assert run_batch("http://127.0.0.1:1", [], 2).answers == []
+
+
+def growing(streams, updates):
+    return [
+        Item(f"s{s}-u{u}", "c", (10 * s + u + 1, 7), 4, stream=f"s{s}")
+        for s in range(streams)
+        for u in range(updates)
+    ]
+
+
+@pytest.mark.parametrize("drive", [run_batch, lambda u, i, n: run_rate(u, i, 200.0, 0)])
+def test_a_streams_requests_wait_for_one_another(server, drive):
+    server.pause_s = 0.02
+    load = drive(server.url, growing(4, 3), 2)
+    assert [a.id for a in load.answers] == [i.id for i in growing(4, 3)]
+    assert server.most_at_once > 1
+    for start in range(0, 12, 3):
+        for before, after in itertools.pairwise(load.answers[start : start + 3]):
+            assert after.start_s >= before.start_s + before.e2e_s
+
+
+def test_no_more_streams_than_asked_for_are_under_way(server):
+    server.pause_s = 0.02
+    run_batch(server.url, growing(5, 2), 2)
+    assert server.most_at_once == 2
+
+
+def test_a_stream_goes_on_behind_a_failed_request(server):
+    server.refuse = lambda body: 400 if body["input_ids"][0] == 1 else None
+    first, second = run_batch(server.url, growing(1, 2), 1).answers
+    assert first.error and second.error is None
+
+
+def test_requests_have_params_of_their_own(server):
+    own = Item("i", "c", (1,), 2, params={"ingest": False, "ssbd": {"session": "a"}})
+    run_batch(server.url, [own], 1, {"drafter": "ssbd", "ingest": True})
+    (body,) = server.generated()
+    assert body["sampling_params"]["custom_params"] == {
+        "drafter": "ssbd", "ingest": False, "ssbd": {"session": "a"}
+    }  # fmt: skip
+
+
+def test_audio_is_sent_with_the_servers_own_prompt(server):
+    clip = Item("a.wav", "c", (), 5, audio="data:audio/wav;base64,AAAA")
+    (answer,) = run_batch(server.url, [clip], 1, {"drafter": "specasr"}).answers
+    (body,) = server.generated()
+    assert (body["text"], body["modalities"]) == ("", ["audio"])
+    assert body["audio_data"] == clip.audio and "input_ids" not in body
+    assert body["sampling_params"]["custom_params"] == {"drafter": "specasr"}
+    assert answer.error is None and answer.ttft_s > 0
+    assert len(answer.output_ids) == 5 and answer.spec_verify_ct == 4

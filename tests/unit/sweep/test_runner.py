@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from sglang_ext.sweep import load
+from sglang_ext.sweep.items import Item, Workload
+from sglang_ext.sweep.methods import METHODS as CATALOGUE
 from sglang_ext.sweep.methods import Method
 from sglang_ext.sweep.plan import Plan
 from sglang_ext.sweep.results import Results
 from sglang_ext.sweep.runner import Runner, SweepError, output_sha
-from sglang_ext.sweep.workloads import Item, Workload
 from tests.unit.sweep.fake_server import FakeServers
 
 SERVERS = {
@@ -155,7 +156,7 @@ def test_each_run_of_a_live_method_has_a_namespace_of_its_own(whole):
     _, _, servers = whole
     sssd = servers.server("sssd")
     used = [name for name in namespaces(sssd) if name != "sweep-warm-up"]
-    assert len(used) == TOTAL / 4 * 3
+    assert len(used) == TOTAL / 4 * (3 + 1)  # one is not measured, and opens it
     assert len(set(used)) == TOTAL / 4
     deleted = {path.rpartition("/")[2] for path in sssd.paths() if "/namespaces/" in path}
     assert deleted == set(used) | {"sweep-warm-up"}
@@ -339,3 +340,104 @@ def test_progress_says_how_fast_against_ar_and_how_long(whole):
     assert all("left" in line for line in lines)
     assert all("x AR" in line for line in lines if "repeat 2" in line)
     assert lines[-1].startswith(f"{TOTAL}/{TOTAL}") and "0 s left" in lines[-1]
+
+
+SPECIAL_SERVERS = {
+    "plain": (),
+    "specasr": ("--speculative-algorithm", "SSSD"),
+    "ssbd": ("--speculative-algorithm", "SSSD"),
+}
+GROWING = Workload(
+    "grow",
+    "retranslation",
+    tuple(
+        Item(f"s{s}-u{u}", f"update {u}", (10 * s + u, 1), MEASURED_TOKENS, stream=f"s{s}")
+        for s in (1, 2)
+        for u in (1, 2)
+    ),
+    tuple(Item(f"o-u{u}", "c", (50 + u, 1), MEASURED_TOKENS, stream="o") for u in (1, 2)),
+)
+CLIPS = Workload(
+    "clips",
+    "audio",
+    (Item("a", "c", (), MEASURED_TOKENS, audio="data:a", reference="well said then"),),
+    (Item("b", "c", (), MEASURED_TOKENS, audio="data:b"),),
+)
+
+
+def special(folder, workload, methods, decode, repeats=1):
+    """(results, servers) after a sweep of one special workload."""
+    plan = replace(PLAN, methods=methods, workloads=(workload.name,), repeats=repeats)
+    servers = FakeServers(SPECIAL_SERVERS)
+    with Results.create_or_resume(folder, plan) as results, servers:
+        runner = Runner(
+            results, {workload.name: workload}, CATALOGUE, servers, "/no/model", decode=decode,
+            say=servers.said.append,
+        )  # fmt: skip
+        runner.run()
+        assert runner.problems == []
+    return Results.read(folder), servers
+
+
+def test_growing_sources_are_sessions_that_no_other_run_goes_on_with(tmp_path):
+    # By the first token of an output. The second update of s1 takes a word back.
+    texts = {1100: "le chat", 1200: "le chien est", 2100: "un", 2200: "un deux"}
+    methods = ("ar", "ssbd", "ssbd-plus")
+    results, servers = special(
+        tmp_path, GROWING, methods, lambda ids: texts.get(ids[0], "other"), repeats=2
+    )
+    measured = {tuple(item.input_ids) for item in GROWING.measured}
+    bodies = [
+        body["sampling_params"]["custom_params"]
+        for body in servers.server("ssbd").generated()
+        if tuple(body["input_ids"]) in measured
+    ]
+    runs = 2 * len(PLAN.batches)
+    assert len(bodies) == len(methods[1:]) * runs * 4
+    for made in bodies:
+        assert made["drafter"] == "ssbd"
+    sessions = [made["ssbd"]["session"] for made in bodies]
+    assert len(set(sessions)) == len(methods[1:]) * runs * 2  # by run and stream
+    assert {name.rpartition("-")[2] for name in sessions} == {"s1", "s2"}
+    exact = [made for made in bodies if made["ssbd"]["beta"] == 0]
+    assert len(exact) == runs * 4 and not any(made["ingest"] for made in exact)
+    biased = [made for made in bodies if made["ssbd"]["beta"] == 0.2]
+    assert all(made["ssbd"]["realign"] and made["ssbd"]["retrieve"] for made in biased)
+    assert sum(made["ingest"] for made in biased) == runs * 2  # what a stream ends with
+    assert all(
+        "custom_params" not in body["sampling_params"]
+        for body in servers.server("plain").generated()
+    )
+    kept = {(r.method, r.id): r.ratios for r in results.requests}
+    assert kept["ar", "s1-u2"] == {"normalized_erasure": [1, 3]}
+    assert kept["ssbd", "s2-u2"] == {"normalized_erasure": [0, 2]}
+
+
+def test_sessions_are_warmed_up_with_a_source_that_grows(tmp_path):
+    _, servers = special(tmp_path, GROWING, ("ssbd",), lambda ids: "text")
+    warm = [
+        body for body in servers.server("ssbd").generated()
+        if body["sampling_params"]["max_new_tokens"] == WARM_UP_TOKENS
+    ]  # fmt: skip
+    assert [body["input_ids"][0] for body in warm] == [51, 52]
+    sessions = {b["sampling_params"]["custom_params"]["ssbd"]["session"] for b in warm}
+    assert sessions == {"warm-up-o"}
+
+
+def test_speech_is_sent_and_its_word_errors_are_kept(tmp_path):
+    pytest.importorskip("jiwer")
+    results, servers = special(
+        tmp_path, CLIPS, ("ar", "specasr-fixed", "specasr-tsp"), lambda ids: "well sad"
+    )
+    assert all(p.error is None and p.output_tokens == MEASURED_TOKENS for p in results.points)
+    for request in results.requests:
+        assert request.ratios == {"word_error_percent": [2, 3]}
+        assert (request.spec_verify_ct is None) == (request.method == "ar")
+    longest = 1504 + MEASURED_TOKENS
+    assert servers.prepared == (["plain", "specasr"], 2 * longest, longest)
+    asked = {
+        body["sampling_params"]["custom_params"]["specasr"]["mode"]
+        for body in servers.server("specasr").generated()
+    }
+    assert asked == {"fixed", "tsp"}
+    assert {b["audio_data"] for b in servers.server("plain").generated()} == {"data:a", "data:b"}

@@ -29,6 +29,13 @@ def test_a_smaller_pool_comes_before_one_server_at_a_time():
     assert not alone.together and alone.kv_tokens > small.kv_tokens
 
 
+def test_a_pool_is_no_larger_than_the_largest_batch():
+    small = room(2, 64, needed=3000, longest=1700)
+    assert small.together and small.kv_tokens == 4096
+    assert room(2, 9, needed=3000, longest=1700).together
+    assert not room(2, 9).together
+
+
 def test_a_pool_holds_two_of_the_longest_requests():
     assert room(3, 64, needed=30_000, longest=12_000).kv_tokens >= 24_000
     assert room(1, 1, longest=12_000).kv_tokens >= 24_000

@@ -207,3 +207,39 @@ def test_two_sweeps_are_compared_point_by_point(tmp_path):
 def test_spread_of_one_value_and_of_zero():
     assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0, 1)
     assert Spread.of([0.0, 0.0]).percent == 0.0
+
+
+SPECIAL = replace(PLAN, methods=("ar", "ssbd", "ssbd-plus"), workloads=("retranslation",))
+
+
+def special_factor(monkeypatch):
+    factors = {"ar": 1.0, "ssbd": 1.5, "ssbd-plus": 2.0}
+    monkeypatch.setattr("tests.unit.sweep.finished_sweep.FACTORS", factors)
+
+
+def test_qualities_are_summed_over_requests_before_they_are_divided(tmp_path, monkeypatch):
+    special_factor(monkeypatch)
+
+    def with_ratios(result, requests):
+        words = [[1, 10], [0, 2], [3, 4], [0, 0]]
+        return result, [
+            replace(r, ratios={"word_error_percent": w, "normalized_erasure": w})
+            for r, w in zip(requests, words, strict=True)
+        ]
+
+    row = summary_of(tmp_path, SPECIAL, change=with_ratios).rows[0]
+    assert row.median("word_error_percent") == pytest.approx(25.0)
+    assert row.median("normalized_erasure") == pytest.approx(0.25)
+
+
+def test_figures_of_ssbd_leave_out_outputs_that_are_biased(tmp_path, monkeypatch):
+    special_factor(monkeypatch)
+
+    def biased(result, requests):
+        wrong = {"ssbd": requests[:1], "ssbd-plus": requests}.get(result.method, [])
+        return result, [replace(r, output_sha="other") if r in wrong else r for r in requests]
+
+    figures = summary_of(tmp_path, SPECIAL, change=biased).figures()
+    assert figures["min_ratio_ssbd_vs_ar"] == pytest.approx(1.5)  # of ssbd-plus at batch 4
+    assert figures["equal_outputs_percent"] == pytest.approx(75.0)  # of ssbd alone
+    assert "min_ratio_sssd_vs_ar" not in figures

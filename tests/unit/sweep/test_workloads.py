@@ -1,22 +1,28 @@
 """Workloads from small data sets and from the checkout's Spec-Bench, with a tokenizer of words."""
 
+import base64
 import gzip
+import io
 import json
+import wave
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sglang_ext.sweep import data_files
 from sglang_ext.sweep.scenarios import AGENT_STEPS
+from sglang_ext.sweep.source import SERVED_TIMES
 from sglang_ext.sweep.workloads import (
     DOCUMENT_QUESTIONS,
     MT_BENCH,
-    SERVED_TIMES,
     WORKLOADS,
     WorkloadError,
+    kind_of,
     load_workload,
 )
+from tests.unit.sweep.test_clips import write_clip
 
 SPEC_BENCH = Path(__file__).parents[3] / "scripts" / "data"
 USER, ASSISTANT, GO_ON = 0, 1, 2
@@ -33,8 +39,11 @@ class Words:
     def encode(self, text, add_special_tokens=True):
         return [self._ids.setdefault(word, len(self._ids)) for word in text.split()]
 
-    def apply_chat_template(self, messages, *, add_generation_prompt, return_dict):
+    def apply_chat_template(
+        self, messages, *, add_generation_prompt, return_dict, enable_thinking=True
+    ):
         assert add_generation_prompt and not return_dict
+        self.thinks = enable_thinking
         ids = []
         for message in messages:
             ids.append({"user": USER, "assistant": ASSISTANT}[message["role"]])
@@ -68,7 +77,10 @@ def questions(count, category="writing", words=3):
     ]
 
 
-@pytest.mark.parametrize("name", sorted(set(WORKLOADS) - {"chat"}))
+OF_SPEC_BENCH = sorted(set(WORKLOADS) - {"chat", "audio", "retranslation"})
+
+
+@pytest.mark.parametrize("name", OF_SPEC_BENCH)
 def test_what_was_served_before_is_never_measured(name, tokenizer):
     workload = load(name, tokenizer)
     assert (workload.name, workload.kind) == (name, "text")
@@ -80,7 +92,7 @@ def test_what_was_served_before_is_never_measured(name, tokenizer):
     assert {item.max_tokens for item in items} == {128}
 
 
-@pytest.mark.parametrize("name", sorted(set(WORKLOADS) - {"chat"}))
+@pytest.mark.parametrize("name", OF_SPEC_BENCH)
 def test_the_seed_decides_which(name, tokenizer):
     first, again, other = (load(name, tokenizer, seed=seed).measured for seed in (1, 1, 2))
     assert first == again
@@ -259,6 +271,100 @@ def test_wrong_data_is_named(tmp_path, tokenizer, name, file, content, message):
     (tmp_path / file).write_text(content)
     with pytest.raises(WorkloadError, match=message):
         load(name, tokenizer, tmp_path)
+
+
+def test_speech_is_sent_as_16_khz_mono_and_what_is_known_comes_first(tmp_path, tokenizer):
+    for number, seconds in enumerate((1, 6, 12, 31)):
+        write_clip(tmp_path / f"{number}.wav", seconds, rate=8000)
+    (tmp_path / "references.tsv").write_text("file\treference\n1.wav\tsome words\n")
+    (tmp_path / "notes.txt").write_text("no audio")
+    workload = load("audio", tokenizer, tmp_path, prompts=2, context_len=448, max_tokens=500)
+    assert (workload.kind, kind_of("audio")) == ("audio", "audio")
+    items = workload.measured + workload.served_before
+    assert len(workload.measured) == 2  # all four, but the one of 31 s, which no Whisper reads
+    assert {i.id: i.category for i in items} == {
+        "0.wav": "0-5 s", "1.wav": "5-10 s", "2.wav": "> 10 s"
+    }  # fmt: skip
+    first = workload.measured[0]
+    assert (first.id, first.reference, first.input_ids) == ("1.wav", "some words", ())
+    assert [item.reference for item in items[1:]] == ["", ""]
+    assert {item.max_tokens for item in items} == {224}  # half of the decoder's positions
+    assert first.most_tokens == 1504 + 224
+    kind, _, data = first.audio.partition(",")
+    assert kind == "data:audio/wav;base64"
+    with wave.open(io.BytesIO(base64.b64decode(data))) as file:
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (16000, 1, 2)
+        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+    assert len(samples) == pytest.approx(6 * 16000, rel=0.01)
+    assert 8000 < np.abs(samples).max() < 12000  # a tone of 0.3
+
+
+def test_speech_that_is_too_long_or_not_there(tmp_path, tokenizer):
+    with pytest.raises(WorkloadError, match=r"needs a folder of speech: give it with --data"):
+        load("audio", tokenizer, tmp_path)
+    write_clip(tmp_path / "a.wav", 31)
+    with pytest.raises(WorkloadError, match="no clip is at most 30 s long"):
+        load("audio", tokenizer, tmp_path)
+
+
+SENTENCES = [f"This sentence {n} has exactly eight words {n}" for n in range(12)]
+
+
+def test_sources_grow_word_by_word_and_keep_together(tmp_path, tokenizer):
+    data = tmp_path / "sentences.txt"
+    data.write_text("\n".join([*SENTENCES, "", "Too short", SENTENCES[0]]) + "\n")
+    workload = load("retranslation", tokenizer, data, prompts=2, max_tokens=20)
+    assert workload.kind == "retranslation"
+    assert len(workload.measured) == 2 * 3  # 3, 6 and 8 words
+    for start in (0, 3):
+        updates = workload.measured[start : start + 3]
+        assert len({item.stream for item in updates}) == 1
+        assert [item.category for item in updates] == ["update 1", "update 2", "update 3"]
+        assert [item.id for item in updates] == [
+            f"{updates[0].stream}-update-{n}" for n in (1, 2, 3)
+        ]
+        texts = [tokenizer.words(item) for item in updates]
+        assert all("from English to French" in text for text in texts)
+        sources = [text.removesuffix(" <go on>") for text in texts]
+        assert all(b.startswith(a) for a, b in pairwise(sources))
+        assert [len(b.split()) - len(a.split()) for a, b in pairwise(sources)] == [3, 2]
+    assert tokenizer.thinks is False
+    # One that grows, for the warm-up; of the others the whole sentence.
+    first, others = workload.served_before[:3], workload.served_before[3:]
+    assert len({item.stream for item in first}) == 1
+    assert len(others) == SERVED_TIMES * 2 - 1
+    assert all(item.id.endswith("-update-3") for item in others)
+    streams = {item.stream for item in workload.measured}
+    assert not streams & {item.stream for item in workload.served_before}
+
+
+def test_sources_are_found_beside_other_data(tmp_path, tokenizer):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "parallel").mkdir()
+    with gzip.open(tmp_path / "parallel" / "multi30k.test_2016_flickr.en.gz", "wt") as file:
+        file.write("\n".join(SENTENCES))
+    assert load("retranslation", tokenizer, tmp_path / "text", prompts=3).measured
+    ids = {item.id for item in load("retranslation", tokenizer, tmp_path / "text").measured}
+    assert len(ids) == 6 * 3  # at most half of the sentences
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty: expected at least one sentence"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"One two\nthree\n", "no sentence has more than 3 words"),
+    ],
+)
+def test_sentences_that_cannot_be_used(tmp_path, tokenizer, content, message):
+    (tmp_path / "mine.txt").write_bytes(content)
+    with pytest.raises(WorkloadError, match=message):
+        load("retranslation", tokenizer, tmp_path / "mine.txt")
+
+
+def test_no_sentences(tmp_path, tokenizer):
+    with pytest.raises(WorkloadError, match="a line each: give them with --data FILE"):
+        load("retranslation", tokenizer, tmp_path)
 
 
 def test_missing_spec_bench(tmp_path, tokenizer, monkeypatch):

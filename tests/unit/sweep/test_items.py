@@ -1,0 +1,39 @@
+"""Items by stream, and streams as sessions."""
+
+from sglang_ext.sweep.items import Item, as_sessions, streams
+
+PARAMS = {"drafter": "ssbd", "ssbd": {"beta": 0.2}, "ingest": True}
+
+
+def item(name, stream=""):
+    return Item(name, "c", (1, 2), 5, stream=stream)
+
+
+ITEMS = [item("a1", "a"), item("a2", "a"), item("b1", "b"), item("x"), item("y"), item("c1", "c")]
+
+
+def ids(groups):
+    return [[item.id for item in group] for group in groups]
+
+
+def test_items_of_a_stream_keep_together_and_others_are_alone():
+    assert ids(streams(ITEMS)) == [["a1", "a2"], ["b1"], ["x"], ["y"], ["c1"]]
+    assert streams([]) == []
+
+
+def test_each_stream_is_a_session_and_what_it_ends_with_is_ingested():
+    made = as_sessions(ITEMS, PARAMS, "run")
+    assert [m.id for m in made] == [i.id for i in ITEMS]
+    assert [m.params["ssbd"] for m in made[:3]] == [
+        {"beta": 0.2, "session": "run-a"},
+        {"beta": 0.2, "session": "run-a"},
+        {"beta": 0.2, "session": "run-b"},
+    ]
+    assert [m.params["ingest"] for m in made] == [False, True, True, True, True, True]
+    assert not any(m.params["ingest"] for m in as_sessions(ITEMS, PARAMS | {"ingest": False}, "r"))
+    assert PARAMS["ssbd"] == {"beta": 0.2}
+
+
+def test_what_a_request_takes_in_the_servers_cache():
+    assert item("a").most_tokens == 7
+    assert Item("a", "c", (), 5, audio="data:").most_tokens == 1504 + 5
