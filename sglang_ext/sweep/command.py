@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import os
 import shlex
 import signal
 import sys
@@ -337,7 +336,7 @@ def _how_to_go_on(folder: Path) -> str:
 
 def _interrupt(*_: object) -> None:
     """As Ctrl-C, so that servers are stopped."""
-    os.kill(os.getpid(), signal.SIGINT)
+    raise KeyboardInterrupt  # and not SIGINT, which a shell has background jobs ignore
 
 
 def _names(text: str) -> tuple[str, ...]:
