@@ -48,7 +48,7 @@ from sglang_ext.bias import BiasedRows, prefer_next_tokens
 from sglang_ext.budget import CostModel, knee
 from sglang_ext.costs import costs_of
 from sglang_ext.drafters import Bias, DrafterContext
-from sglang_ext.drafters.corpora import Corpora
+from sglang_ext.drafters.corpora import Corpora, documents_of
 from sglang_ext.drafting import DraftPlanner
 from sglang_ext.encoder_decoder import decoder_starts, keep_encoder_outputs
 from sglang_ext.host_prefill import HostPrefill, KnownHead
@@ -163,7 +163,7 @@ class SpeculativeWorker(BaseSpecWorker):
 
     def add_external_corpus(self, corpus_id: str, token_chunks: list[list[int]]) -> int:
         """SGLang's /add_external_corpus; returns the number of tokens loaded."""
-        return self._corpora.add(corpus_id, token_chunks)
+        return self._corpora.add(corpus_id, documents_of(token_chunks))
 
     def commit_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
         """Nothing left to do: a corpus serves as soon as it is added."""

@@ -10,7 +10,7 @@ import logging
 import os
 import socketserver
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from datastores import Datastore, DatastoreError
 from sglang_ext.api import protocol
+from sglang_ext.drafters.corpora import Corpora
 from sglang_ext.requests import RequestOptionError, check_namespace
 
 logger = logging.getLogger(__name__)
@@ -37,10 +38,11 @@ class ControlError(ValueError):
 
 
 class Operations:
-    """What can be asked of a datastore."""
+    """What can be asked of a datastore, and of all drafters that keep corpora."""
 
-    def __init__(self, datastore: Datastore):
+    def __init__(self, datastore: Datastore, corpora: Corpora):
         self._datastore = datastore
+        self._corpora = corpora
         self._operations: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "info": self._info,
             "namespaces": lambda _: self._datastore.namespaces(),
@@ -96,7 +98,7 @@ class Operations:
             raise ControlError("file must be in the control socket's folder")
         with np.load(path) as file:
             documents = np.split(file["tokens"], file["ends"][:-1])
-        return {"tokens": self._datastore.add_corpus(str(request.get("corpus")), documents)}
+        return {"tokens": self._corpora.add(str(request.get("corpus")), documents)}
 
 
 class ControlServer(socketserver.ThreadingUnixStreamServer):
@@ -175,8 +177,10 @@ def reply(operations: Callable[[Any], Any], line: bytes) -> dict[str, Any]:
         return {"ok": False, "error": f"{type(error).__name__}: {error}", "status": 500}
 
 
-def serve(drafters: Iterable[Any], rank: int = 0) -> ControlServer | None:
-    """Serve the datastore of the first drafter that has one; None where there is none.
+def serve(drafters: Collection[Any], rank: int = 0) -> ControlServer | None:
+    """Serve the datastore of the first drafter that has one, and the corpora of all.
+
+    None where no drafter has a datastore.
 
     Args:
         rank: of data parallelism; each has a datastore of its own.
@@ -185,5 +189,7 @@ def serve(drafters: Iterable[Any], rank: int = 0) -> ControlServer | None:
         datastore = getattr(drafter, "datastore", None)
         if datastore is not None:
             protocol.make_folder()
-            return ControlServer(protocol.socket_path(rank), Operations(datastore)).start()
+            return ControlServer(
+                protocol.socket_path(rank), Operations(datastore, Corpora(drafters))
+            ).start()
     return None

@@ -17,16 +17,12 @@ class Corpora:
     def __init__(self, drafters: Iterable[Drafter]) -> None:
         self._keepers: list[Any] = [d for d in drafters if hasattr(d, "add_corpus")]
 
-    def add(self, name: str, chunks: Sequence[Sequence[int]]) -> int:
+    def add(self, name: str, documents: Sequence[Sequence[int]]) -> int:
         """Give a corpus to all of them, or to none if one refuses it; returns its tokens.
-
-        Args:
-            chunks: token ids as SGLang sends them, see `documents_of`.
 
         Raises:
             ValueError: no loaded drafter keeps corpora.
         """
-        documents = documents_of(chunks)
         keepers, tokens = self._all(), []
         try:
             for keeper in keepers:

@@ -79,13 +79,15 @@ class RestDrafter:
         """Build the suffix array anew with a named corpus; returns its number of tokens."""
         if name in self._corpora:
             raise ValueError(f"corpus {name!r} is there already; remove it first")
-        self._corpora[name] = list(documents)
+        # Anew and not in place: corpora come in another thread than the scheduler's.
+        self._corpora = self._corpora | {name: list(documents)}
         self._build()
         return self.list_corpora()[name]
 
     def remove_corpus(self, name: str) -> None:
         """Build it anew without the corpus."""
-        if self._corpora.pop(name, None) is not None:
+        if name in self._corpora:
+            self._corpora = {n: d for n, d in self._corpora.items() if n != name}
             self._build()
 
     def list_corpora(self) -> dict[str, int]:

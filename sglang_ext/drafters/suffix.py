@@ -70,26 +70,29 @@ class SuffixDrafter:
         """
         if name in self._corpora:
             raise ValueError(f"corpus {name!r} is there already; remove it first")
-        self._corpora[name] = list(documents)
-        self._caches.clear()
+        # Anew and not in place: corpora come in another thread than the scheduler's.
+        self._corpora = self._corpora | {name: list(documents)}
+        self._caches = OrderedDict()
         return self.list_corpora()[name]
 
     def remove_corpus(self, name: str) -> None:
         """Make the caches anew without it, when they are next used."""
-        if self._corpora.pop(name, None) is not None:
-            self._caches.clear()
+        if name in self._corpora:
+            self._corpora = {n: d for n, d in self._corpora.items() if n != name}
+            self._caches = OrderedDict()
 
     def list_corpora(self) -> dict[str, int]:
         """Tokens by named corpus."""
         return {name: sum(map(len, documents)) for name, documents in self._corpora.items()}
 
     def _cache(self, namespace: str) -> Any:
-        if namespace not in self._caches:
-            self._caches[namespace] = self._filled_cache()
-            if len(self._caches) > _NAMESPACES:
-                self._caches.popitem(last=False)
-        self._caches.move_to_end(namespace)
-        return self._caches[namespace]
+        caches = self._caches
+        if namespace not in caches:
+            caches[namespace] = self._filled_cache()
+            if len(caches) > _NAMESPACES:
+                caches.popitem(last=False)
+        caches.move_to_end(namespace)
+        return caches[namespace]
 
     def _filled_cache(self) -> Any:
         cache = self._new_cache(max_tree_depth=TREE_DEPTH, max_cached_requests=MOST_REQUESTS)

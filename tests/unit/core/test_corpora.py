@@ -27,9 +27,14 @@ class Info:
 class FakeDatastore:
     def __init__(self):
         self.added = {}
+        self.peers = {}
 
     def info(self):
         return Info({name: 1 for name in self.added} | {"taken": 1})
+
+    def add_for_peer(self, name, documents):
+        self.peers[name] = [d.tolist() for d in documents]
+        return 0
 
     def add_corpus(self, name, documents):
         self.added[name] = [d.tolist() for d in documents]
@@ -42,7 +47,8 @@ def served(tmp_path_factory):
         folder = tmp_path_factory.mktemp("s")
         patch.setenv(protocol.FOLDER_VARIABLE, str(folder))
         store = FakeDatastore()
-        server = serve([SimpleNamespace(datastore=store)])
+        owner = SimpleNamespace(datastore=store, add_corpus=store.add_corpus)
+        server = serve([owner, SimpleNamespace(add_corpus=store.add_for_peer)])
         yield store
         server.shutdown()
         server.server_close()
@@ -52,6 +58,7 @@ def served(tmp_path_factory):
 @pytest.fixture
 def datastore(served):
     served.added.clear()
+    served.peers.clear()
     return served
 
 
@@ -65,6 +72,7 @@ def test_documents_arrive_whole_and_empty_ones_are_left_out(datastore):
     result = add(documents=["ab", "", "cde"])
     assert result.success and result.loaded_token_count == 5 and result.corpus_id == "c"
     assert datastore.added["c"] == [[97, 98], [99, 0, 1]]
+    assert datastore.peers == datastore.added  # so does another drafter that keeps corpora
 
 
 def test_a_file_of_strings_and_objects(datastore, tmp_path):

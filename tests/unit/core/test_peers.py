@@ -193,7 +193,7 @@ def test_documents_run_through_the_chunks():
 def test_every_drafter_that_keeps_corpora_gets_all():
     keepers = [Keeper(), Keeper()]
     corpora = Corpora([keepers[0], PromptLookupDrafter(CONTEXT), keepers[1]])
-    assert corpora.add("c", [[1, 2, -1, 3]]) == 3
+    assert corpora.add("c", [[1, 2], [3]]) == 3
     assert keepers[0].corpora == keepers[1].corpora == {"c": [[1, 2], [3]]}
     assert corpora.tokens_by_name() == {"c": 3}
     corpora.remove("c")
