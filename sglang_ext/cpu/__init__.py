@@ -5,9 +5,10 @@
 
 
 def register() -> None:
-    """Register the attention backend, packed linear layers and the rotary operator with SGLang."""
-    from sglang_ext.cpu import attention, linear, rotary
+    """Register the attention backend, packed linear layers and CPU operators with SGLang."""
+    from sglang_ext.cpu import attention, kv_store, linear, rotary
 
     attention.register()
     linear.register()
     rotary.register()
+    kv_store.register()
