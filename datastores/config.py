@@ -21,8 +21,10 @@ class RetrievalConfig:
     """How continuations are looked up and turned into probabilities.
 
     Lengths and limits follow the SSSD paper (arXiv 2411.05894, Algorithms 1-3). Its discount
-    constants are not published with it; the ones here were fitted by offline replay
-    (datastores/replay.py) on held-back GSM8K answers and Python sources.
+    constants are not published with it; the ones here were fitted offline, by what the budget
+    (sglang_ext/budget.py) makes of the drafts, on answers of SmolLM2-135M-Instruct to Spec-Bench's
+    and GSM8K's questions, a quarter held back from a datastore of the others. A replay of Python
+    sources (datastores/replay.py), where long matches say more, kept datastore_power up.
 
     One estimator does the paper's discounting (Algorithm 1) and weighted merge (Algorithm 3). An
     occurrence whose match is m tokens long weighs (m / 4) ** power, so that longer matches outvote
@@ -59,20 +61,20 @@ class RetrievalConfig:
     """Shorter datastore prefixes are searched too until this many occurrences are found."""
     input_power: float = 2.3
     """How much more a longer match weighs in the input: (m / 4) ** input_power."""
-    datastore_power: float = 5.5
+    datastore_power: float = 3.2
     """The same for occurrences in the datastore."""
-    datastore_weight: float = 0.24
+    datastore_weight: float = 0.18
     """Weight of one datastore occurrence against an input occurrence."""
     datastore_cap: float = 9.0
     """Datastore evidence counts for at most so many of its longest matches, so that the input
     keeps a say."""
-    input_novelty: float = 3.1
+    input_novelty: float = 2.0
     """Unseen continuations after an input match of one token, in occurrences."""
-    input_novelty_power: float = 0.65
+    input_novelty_power: float = 0.95
     """How fast that falls with the length of the match."""
-    datastore_novelty: float = 6.0
+    datastore_novelty: float = 5.6
     """Unseen continuations after a datastore match of one token, in occurrences."""
-    datastore_novelty_power: float = 1.4
+    datastore_novelty_power: float = 0.9
     """How fast that falls with the length of the match."""
 
     def __post_init__(self) -> None:
