@@ -21,11 +21,13 @@ import numpy.typing as npt
 
 # A speculative step must promise this much more than a plain one: pays for being wrong about
 # either side.
-MIN_GAIN = 1.08
+MIN_GAIN = 1.03
 # What a step past I_knee must promise over the best one below it.
 SURE_GAIN = 1.2
 # A verify step's cost above a plain step of as many tokens, until one was run.
-VERIFY_SURCHARGE = 1.08
+VERIFY_SURCHARGE = 1.04
+# Steps that show what a pass costs besides its linear layers; SGLang's warm-up has so many.
+_FIRST_STEPS = 8
 _BINS = 12
 
 
@@ -68,15 +70,17 @@ def token_grid(low: int, high: int) -> list[int]:
 class CostModel:
     """Seconds of a step over `tokens` tokens, learned from the steps that are run.
 
-    cost = prior(tokens) * scale * surcharge * local: `prior` are measured costs of a few token
-    counts, the scale is what this machine makes of them now, the surcharge is that of verify steps
-    (tree masks, acceptance, moving KV), and the local factor corrects one token count of one kind
-    of step. Every step moves the scale, so that a machine that slows down makes no kind of step
-    look cheap beside one that was measured before; and a local factor fades while its kind of
-    step is not run, so that one bad spell does not rule it out for good.
+    cost = (prior(tokens) + fixed) * scale * surcharge * local: `prior` are measured costs of a
+    few token counts, `fixed` is what a step costs besides, whatever its tokens (the quickest of
+    the first steps tells), the scale is what this machine makes of them now, the surcharge is that
+    of verify steps (tree masks, acceptance, moving KV), and the local factor corrects one token
+    count of one kind of step. Every step moves the scale, so that a machine that slows down makes
+    no kind of step look cheap beside one that was measured before; and a local factor fades while
+    its kind of step is not run, so that one bad spell does not rule it out for good.
 
     Args:
-        prior: cost by token count, in any unit: it is scaled to what is observed.
+        prior: cost by token count, of the linear layers, in seconds; another unit is scaled to
+            what is observed.
     """
 
     # Steps after which a local factor that was not seen again has lost most of its say.
@@ -89,12 +93,16 @@ class CostModel:
         self._prior_cost = np.minimum.accumulate(costs[::-1])[::-1]
         self._local: dict[tuple[int, bool], _Local] = {}
         self._steps = 0
+        self._fixed = 0.0
         self._scale = 1.0
         self._surcharge = VERIFY_SURCHARGE
 
     def observe(self, tokens: int, seconds: float, verify: bool = False) -> None:
         """Take in that a plain step, or one that verified drafts, took `seconds`."""
-        base = self._prior(tokens) * (self._surcharge if verify else 1.0)
+        if self._steps < _FIRST_STEPS:
+            besides = max(0.0, seconds - self._prior(tokens))
+            self._fixed = min(self._fixed, besides) if self._steps else besides
+        base = self._base(tokens, verify)
         if not self._steps:
             self._scale = seconds / base
         self._steps += 1
@@ -102,17 +110,19 @@ class CostModel:
         # A step that something else delayed says little.
         ratio = _within(seconds / (base * self._scale * factor), 0.5, 1.5)
         known = self._local.setdefault((tokens, verify), _Local())
-        known.factor = _within(factor * (1.0 + 0.05 * (ratio - 1.0)), 0.7, 1.5)
+        known.factor = _within(factor * (1.0 + 0.08 * (ratio - 1.0)), 0.7, 1.5)
         known.at = self._steps
         if verify:
-            above = _within(seconds / (self._prior(tokens) * self._scale), 1.0, 1.6)
+            above = _within(seconds / (self._base(tokens, False) * self._scale), 1.0, 1.6)
             self._surcharge += 0.05 * (above - self._surcharge)
         self._scale *= 1.0 + max(0.1, 1.0 / self._steps) * (ratio - 1.0)
 
     def cost(self, tokens: int, verify: bool = False) -> float:
         """Seconds expected of a step (in the prior's unit before any observation)."""
-        base = self._prior(tokens) * (self._surcharge if verify else 1.0)
-        return base * self._scale * self._factor(tokens, verify)
+        return self._base(tokens, verify) * self._scale * self._factor(tokens, verify)
+
+    def _base(self, tokens: int, verify: bool) -> float:
+        return (self._prior(tokens) + self._fixed) * (self._surcharge if verify else 1.0)
 
     def _factor(self, tokens: int, verify: bool) -> float:
         known = self._local.get((tokens, verify))
