@@ -36,6 +36,8 @@ class RequestOptions:
         draft_length: most nodes drafted per step, 0 for plain decoding; None: the server's.
         budget: "fixed" to verify all that is drafted, whether it pays or not (for measurements);
             "auto" or None: the server's rule.
+        datastore: whether drafts may come from the datastore as well; else from the request's own
+            tokens alone.
         ingest: whether its finished output may join the datastore.
         namespace: whose served outputs it reads and joins, beside the shared corpora.
         ingest_name: the name under which its output can be deleted; None: the request's id.
@@ -44,6 +46,7 @@ class RequestOptions:
     drafter: str | None = None
     draft_length: int | None = None
     budget: str | None = None
+    datastore: bool = True
     ingest: bool = True
     namespace: str = DEFAULT_NAMESPACE
     ingest_name: str | None = None
@@ -57,7 +60,7 @@ class RequestOptions:
         """
         params = params or {}
         drafter, length = params.get("drafter"), params.get("draft_length")
-        ingest = params.get("ingest", True)
+        switches = {name: params.get(name, True) for name in ("datastore", "ingest")}
         names = [NO_DRAFTER, *drafters]
         if drafter is not None and drafter not in names:
             raise RequestOptionError(
@@ -74,18 +77,26 @@ class RequestOptions:
             raise RequestOptionError(
                 f"custom_params.budget must be auto or fixed, got {shown(budget)}"
             )
-        if not isinstance(ingest, bool):
-            raise RequestOptionError(f"custom_params.ingest must be true or false, got {ingest!r}")
+        for name, value in switches.items():
+            if not isinstance(value, bool):
+                raise RequestOptionError(
+                    f"custom_params.{name} must be true or false, got {shown(value)}"
+                )
         namespace = params.get("namespace")
         if namespace is not None:
             check_namespace(namespace, "custom_params.namespace")
-        name = params.get("ingest_name")
-        if name is not None and not (isinstance(name, str) and _INGEST_NAME.fullmatch(name)):
+        ingested = params.get("ingest_name")
+        if ingested is not None and not (
+            isinstance(ingested, str) and _INGEST_NAME.fullmatch(ingested)
+        ):
             raise RequestOptionError(
                 "custom_params.ingest_name must be 1 to 256 visible ASCII characters, got "
-                + shown(name)
+                + shown(ingested)
             )
-        return cls(drafter, length, budget, ingest, namespace or DEFAULT_NAMESPACE, name)
+        return cls(
+            drafter, length, budget, **switches, namespace=namespace or DEFAULT_NAMESPACE,
+            ingest_name=ingested,
+        )  # fmt: skip
 
 
 def check_namespace(name: Any, field: str) -> str:

@@ -97,7 +97,7 @@ class Operations:
         if path.parent != protocol.folder():
             raise ControlError("file must be in the control socket's folder")
         with np.load(path) as file:
-            documents = np.split(file["tokens"], file["ends"][:-1])
+            documents: list[Any] = np.split(file["tokens"], file["ends"][:-1])
         return {"tokens": self._corpora.add(str(request.get("corpus")), documents)}
 
 

@@ -59,8 +59,8 @@ class RetrievalDrafter:
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         """The likeliest continuations of each request, best first.
 
-        A request's drafts come from its own tokens, the shared corpora, and what its namespace
-        was served before.
+        A request's drafts come from its own tokens and, unless it asks for these alone, from the
+        shared corpora and what its namespace was served before.
         """
         for request in requests:
             trie = request.state
@@ -68,7 +68,10 @@ class RetrievalDrafter:
         snapshots = {name: self.datastore.snapshot(name) for name in map(namespace_of, requests)}
         drafts = retrieve(
             [r.state for r in requests],
-            [snapshots[namespace_of(r)] for r in requests],
+            [
+                snapshots[namespace_of(r)] if r.params.get("datastore", True) else None
+                for r in requests
+            ],
             max_nodes,
             self.config,
         )

@@ -22,6 +22,7 @@ class Item:
         reference: what the output should say; "": nobody has written it down.
         stream: items of one stream follow each other; each is sent when the one before it has been
             answered.
+        group: items of one group begin alike, and are measured one behind the other.
         params: custom_params of this request, over those of its method.
     """
 
@@ -32,6 +33,7 @@ class Item:
     audio: str = ""
     reference: str = ""
     stream: str = ""
+    group: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -61,6 +61,9 @@ SERVERS: Mapping[str, tuple[str, ...]] = {
     "ssbd": ("--speculative-algorithm", "SSSD", "--drafters", "ssbd"),
 }  # fmt: skip
 
+# Whose /flush_cache empties what the method has learned.
+LEARNING_CACHES = frozenset({"ngram", "ngram-corpus"})
+
 
 def _peer(name: str, title: str, **more: Any) -> list[Method]:
     """A peer by its own rule, and with our budget."""
@@ -87,7 +90,7 @@ def _ssbd(name: str, title: str, beta: float, more: bool = False) -> Method:
     )  # fmt: skip
 
 
-_COLD = {"drafter": "sssd", "ingest": False}
+_STATIC = {"drafter": "sssd", "ingest": False}
 METHODS: Mapping[str, Method] = {
     method.name: method
     for method in (
@@ -97,8 +100,9 @@ METHODS: Mapping[str, Method] = {
         *_peer("pld", "PLD"),
         *_peer("rest", "REST", corpus=True),
         *_peer("suffix", "Suffix decoding", corpus=True, fresh_namespace=True),
-        Method("sssd-cold", "SSSD cold", "sssd", _COLD),
-        Method("sssd-static", "SSSD static", "sssd", _COLD, corpus=True),
+        # It shares its server with methods whose corpus is loaded there.
+        Method("sssd-cold", "SSSD cold", "sssd", _STATIC | {"datastore": False}),
+        Method("sssd-static", "SSSD static", "sssd", _STATIC, corpus=True),
         Method(
             "sssd-live", "SSSD live", "sssd", {"drafter": "sssd"},
             corpus=True, fresh_namespace=True,

@@ -73,7 +73,7 @@ class Plan:
             block = repeat
             for workload in self.workloads:
                 for mode, load in loads:
-                    for method in _turned(self.methods, block, backwards=repeat % 2 == 1):
+                    for method in turned(self.methods, block, backwards=repeat % 2 == 1):
                         yield repeat, Point(method, workload, mode, load)
                     block += 1
 
@@ -110,7 +110,8 @@ class Plan:
         return cls(**values)
 
 
-def _turned(methods: Sequence[str], by: int, backwards: bool) -> list[str]:
+def turned(methods: Sequence[str], by: int, backwards: bool = False) -> list[str]:
+    """The methods, another one first each time."""
     start = by % len(methods) if methods else 0
     turned = [*methods[start:], *methods[:start]]
     return turned[::-1] if backwards else turned

@@ -1,7 +1,6 @@
 """How long a sweep still takes."""
 
 import statistics
-import time
 from collections.abc import Iterable
 
 from sglang_ext.sweep.plan import Point
@@ -12,15 +11,6 @@ class Pace:
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[str, str, float], list[float]] = {}
-        self._began = time.monotonic()
-
-    def begin(self) -> None:
-        """A run begins, its warm-up and corpus included."""
-        self._began = time.monotonic()
-
-    def end(self, point: Point) -> None:
-        """It ended."""
-        self.note(point, time.monotonic() - self._began)
 
     def note(self, point: Point, seconds: float) -> None:
         """A run of this point took so long."""

@@ -1,33 +1,29 @@
-"""Measures what is left of a plan, run by run."""
+"""Measures what is left of a plan, the methods of a load by turns."""
 
 import dataclasses
-import hashlib
+import itertools
 import time
-import uuid
-from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
 
 from sglang_ext.started_server import ServerError
 from sglang_ext.sweep import environment
-from sglang_ext.sweep.items import Item, Workload, as_sessions
-from sglang_ext.sweep.load import Answer, Load, ServerGone, run_batch, run_rate
-from sglang_ext.sweep.methods import Method
-from sglang_ext.sweep.plan import RATE, Point
+from sglang_ext.sweep.items import Item, Workload
+from sglang_ext.sweep.load import ServerGone, run_batch, run_rate
+from sglang_ext.sweep.measuring import Measurement, items_of, params_of, quietly
+from sglang_ext.sweep.methods import LEARNING_CACHES, Method
+from sglang_ext.sweep.plan import RATE, Point, turned
 from sglang_ext.sweep.progress import Pace
-from sglang_ext.sweep.quality import Ratios, qualities
 from sglang_ext.sweep.results import PointResult, RequestResult, Results, ServedBefore
 from sglang_ext.sweep.servers import ControlError, RunningServer, Servers
 
 BASELINE = "ar"
 PLAIN_SERVER = "plain"
-_NAMESPACE = "sweep-{}"
 _WARM_UP = "warm-up"
 _WARM_UP_REQUESTS, _WARM_UP_TOKENS = 4, 16
-_OPENING_TOKENS = 32
 # While prompts are answered that are not measured, or arrive by themselves.
 _IN_FLIGHT = 16
 
@@ -98,9 +94,17 @@ class Runner:
         self._prepare_servers(left)
         left = self.left()
         self._answer_before(left)
-        for place, (repeat, point) in enumerate(left):
-            self._pace.begin()
-            self._measure(repeat, point, left[place + 1 :])
+        place = 0
+        for (repeat, *_), runs in itertools.groupby(left, self._turn_key):
+            points = [point for _, point in runs]
+            place += len(points)
+            self._measure(repeat, points, left[place:])
+
+    def _turn_key(self, run: tuple[int, Point]) -> tuple[Any, ...]:
+        """Runs with the same key take turns: all methods at one load, if their servers are up."""
+        repeat, point = run
+        alone = point.mode == RATE or not self._servers.together
+        return repeat, point.workload, point.mode, point.load, point.method if alone else ""
 
     def _servers_of(self, runs: Iterable[tuple[int, Point]]) -> list[str]:
         return list(dict.fromkeys(self._methods[point.method].server for _, point in runs))
@@ -169,31 +173,67 @@ class Runner:
         if PLAIN_SERVER not in self._servers_of(left):
             self._servers.stop(PLAIN_SERVER)
 
-    def _measure(self, repeat: int, point: Point, after: Sequence[tuple[int, Point]]) -> None:
-        """One run, tried again once where its server dies."""
+    def _measure(
+        self, repeat: int, points: Sequence[Point], after: Sequence[tuple[int, Point]]
+    ) -> None:
+        """Points that take turns; those whose server dies are tried again once, by themselves."""
+        for point in self._together(repeat, points, after):
+            if self._together(repeat, [point], after):
+                self.problems.append(
+                    f"repeat {repeat + 1}, {point.id}: left out, its server died twice"
+                )
+
+    def _together(
+        self, repeat: int, points: Sequence[Point], after: Sequence[tuple[int, Point]]
+    ) -> list[Point]:
+        """Measure these; those whose server died are returned."""
+        lost: list[Point] = []
+        runs: dict[Point, Measurement] = {}
+        with ExitStack() as undo:
+            for point in points:
+                with self._losses(repeat, point, runs, lost):
+                    if self._methods[point.method].server not in self._broken:
+                        runs[point] = self._open(repeat, point, runs, undo)
+            turns = max((len(run.parts) for run in runs.values()), default=0)
+            for turn in range(turns):
+                if turns > 1:
+                    load = f"{points[0].workload} {points[0].mode} {points[0].load:g}"
+                    self._say(f"repeat {repeat + 1}  {load}: turn {turn + 1} of {turns}")
+                for name in turned([p.method for p in points], turn):
+                    point = dataclasses.replace(points[0], method=name)
+                    with self._losses(repeat, point, runs, lost):
+                        if point in runs:
+                            self._send(repeat, runs[point], turn, shared=len(points) > 1)
+            done = [(run.results(self._decode), run.seconds) for run in runs.values()]
+        for i, ((result, requests), seconds) in enumerate(done):
+            waiting = [(repeat, finished[0].point) for finished, _ in done[i + 1 :]]
+            waiting += [(repeat, point) for point in lost]
+            self._keep(result, requests, seconds, [*waiting, *after])
+        return lost
+
+    @contextmanager
+    def _losses(
+        self, repeat: int, point: Point, runs: dict[Point, Measurement], lost: list[Point]
+    ) -> Iterator[None]:
+        """What goes wrong within the block ends the run, and those of a server that died."""
         key = self._methods[point.method].server
-        if key in self._broken:
-            return
-        reason = ""
-        for _ in range(2):
-            started = time.time()
-            try:
-                result, requests = self._run(repeat, point)
-            except ServerError as error:
-                self._give_up(key, str(error))
-                return
-            except ControlError as error:
-                self._fail(repeat, point, started, str(error))
-                return
-            except (ServerGone, httpx.HTTPError) as error:
-                reason = self._lost(repeat, point, started, key, error)
-                if not self._servers.is_started_here(key):
-                    self._give_up(key, reason)
-                    return
-                continue
-            self._keep(result, requests, after)
-            return
-        self.problems.append(f"repeat {repeat + 1}, {point.id}: left out, its server died twice")
+        started = time.time()
+        try:
+            yield
+        except ServerError as error:
+            self._give_up(key, str(error))
+        except ControlError as error:
+            runs.pop(point, None)
+            self._fail(repeat, point, started, str(error))
+        except (ServerGone, httpx.HTTPError) as error:
+            reason = self._lost(repeat, point, started, key, error)
+            others = [p for p in runs if self._methods[p.method].server == key and p != point]
+            for gone in (point, *others):
+                runs.pop(gone, None)
+            if self._servers.is_started_here(key):
+                lost += [point, *others]
+            else:
+                self._give_up(key, reason)
 
     def _lost(self, repeat: int, point: Point, started: float, key: str, error: Exception) -> str:
         """A server died; it is stopped, and starts again when it is needed."""
@@ -216,7 +256,9 @@ class Runner:
         self._say(f"{point.id}: {reason}")
         self.problems.append(f"repeat {repeat + 1}, {point.id}: {reason}")
 
-    def _run(self, repeat: int, point: Point) -> tuple[PointResult, list[RequestResult]]:
+    def _open(
+        self, repeat: int, point: Point, runs: Mapping[Point, Measurement], undo: ExitStack
+    ) -> Measurement:
         """Raises ServerError, ControlError, ServerGone, httpx.HTTPError."""
         method, workload = self._methods[point.method], self._workloads[point.workload]
         new = method.server not in self._servers.describe()
@@ -225,50 +267,34 @@ class Runner:
             self._warm.pop(method.server, None)
             self._note_servers()
         self._warm_up(server, method, workload)
-        with ExitStack() as after:
-            # Every method starts alike; NGRAM's own trie is emptied, too, so the corpus comes next.
-            server.flush_cache()
-            if method.corpus:
-                self._load_corpus(server, workload.name, after)
-            run = uuid.uuid4().hex[:12]
-            params = _params(method, run, server, after)
-            self._open_namespace(server, workload, params)
-            items = _items(method, workload.measured, run)
-            nodes, steps = server.widths()
-            cpu, started = server.cpu_seconds(), time.time()
-            load = self._send(server, repeat, point, items, params)
-            cpu_after = server.cpu_seconds()
-            memory = server.memory_mb()
-            nodes_after, steps_after = server.widths()
-        width = server.width
-        if width is None and steps_after > steps:
-            width = (nodes_after - nodes) / (steps_after - steps)
-        outputs = {a.id: a.output_ids for a in load.answers if a.error is None}
-        return _results(
-            repeat, point, started, load, qualities(workload.measured, outputs, self._decode),
-            cpu_s=cpu_after - cpu if cpu is not None and cpu_after is not None else None,
-            memory_mb=memory,
-            verify_width=width,
-        )  # fmt: skip
+        # Every method starts alike; NGRAM's own trie is emptied, too, so the corpus comes next.
+        server.flush_cache()
+        beside = [self._methods[p.method] for p in runs]
+        if method.corpus and not any(m.corpus and m.server == method.server for m in beside):
+            self._load_corpus(server, workload.name, undo)
+        return Measurement(repeat, point, method, server, workload, undo)
 
-    def _send(
-        self,
-        server: RunningServer,
-        repeat: int,
-        point: Point,
-        items: Sequence[Item],
-        params: Mapping[str, Any],
-    ) -> Load:
-        if point.mode == RATE:
+    def _send(self, repeat: int, run: Measurement, turn: int, shared: bool) -> None:
+        if turn >= len(run.parts):
+            return
+        key = self._methods[run.point.method].server
+        server = self._servers.get(key)
+        if shared and key not in LEARNING_CACHES:
+            # What another method has read is none of this one's, nor plain decoding's own.
+            server.flush_cache()
+        load = run.point.load
+        if run.point.mode == RATE:
             # Other arrivals each repeat, the same for all methods.
-            return run_rate(server.url, items, point.load, self._plan.seed + repeat, params)
-        return run_batch(server.url, items, int(point.load), params)
+            seed = self._plan.seed + repeat
+            run.send(turn, lambda items, params: run_rate(server.url, items, load, seed, params))
+        else:
+            run.send(turn, lambda items, params: run_batch(server.url, items, int(load), params))
 
     def _load_corpus(self, server: RunningServer, workload: str, after: ExitStack) -> None:
         name = f"sweep-{workload}"
         texts = [self._decode(served.output) for served in self._results.served_before(workload)]
         server.add_corpus(name, [text for text in texts if text])
-        after.callback(_quietly, server.remove_corpus, name)
+        after.callback(quietly, server.remove_corpus, name)
 
     def _warm_up(self, server: RunningServer, method: Method, workload: Workload) -> None:
         """Short requests before a method's and a workload's first run on a server."""
@@ -281,27 +307,19 @@ class Runner:
             for item in items
         ]
         with ExitStack() as after:
-            params = _params(method, _WARM_UP, server, after)
-            run_batch(server.url, _items(method, short, _WARM_UP), len(short), params)
+            params = params_of(method, _WARM_UP, server, after)
+            run_batch(server.url, items_of(method, short, _WARM_UP), len(short), params)
         warm |= {method.name, workload.name}
-
-    @staticmethod
-    def _open_namespace(
-        server: RunningServer, workload: Workload, params: Mapping[str, Any]
-    ) -> None:
-        """What a drafter makes of a corpus for a new namespace, it makes at its first request."""
-        item = (workload.served_before or workload.measured)[0]
-        short = dataclasses.replace(item, input_ids=item.input_ids[:_OPENING_TOKENS], max_tokens=2)
-        run_batch(server.url, [short], 1, params)
 
     def _keep(
         self,
         result: PointResult,
         requests: Sequence[RequestResult],
+        seconds: float,
         after: Sequence[tuple[int, Point]],
     ) -> None:
         self._results.add_run(result, requests)
-        self._pace.end(result.point)
+        self._pace.note(result.point, seconds)
         if result.failed:
             first = next((r.error for r in requests if r.error), result.error)
             self.problems.append(
@@ -330,74 +348,9 @@ class Runner:
         return found[-1].output_throughput if found else 0.0
 
 
-def _params(method: Method, run: str, server: RunningServer, after: ExitStack) -> dict[str, Any]:
-    """custom_params of a run; what it leaves in the datastore is deleted `after`."""
-    params = dict(method.params)
-    if method.fresh_namespace:
-        params["namespace"] = _NAMESPACE.format(run)
-        after.callback(_quietly, server.delete_namespace, params["namespace"])
-    return params
-
-
-def _items(method: Method, items: Sequence[Item], run: str) -> Sequence[Item]:
-    """What a run sends."""
-    return as_sessions(items, method.params, run) if method.sessions else items
-
-
-def _quietly(clean_up: Callable[[str], None], name: str) -> None:
-    with suppress(ControlError, httpx.HTTPError):  # the server is gone, or has none of it
-        clean_up(name)
-
-
 def _failed(repeat: int, point: Point, started: float, reason: str) -> PointResult:
     return PointResult(
         repeat=repeat, **dataclasses.asdict(point), started=started,
         duration_s=time.time() - started, requests=0, failed=0, output_tokens=0, prompt_tokens=0,
         cpu_s=None, memory_mb=None, verify_width=None, accept_length=None, error=reason,
     )  # fmt: skip
-
-
-def _results(
-    repeat: int,
-    point: Point,
-    started: float,
-    load: Load,
-    ratios: Mapping[str, Ratios],
-    **measured: Any,
-) -> tuple[PointResult, list[RequestResult]]:
-    """A run's rows; where every request failed, the run did."""
-    good = [answer for answer in load.answers if answer.error is None]
-    error = None
-    if not good:
-        first = load.answers[0].error if load.answers else "there are no prompts"
-        error = f"all {len(load.answers)} requests failed: {first}"
-    result = PointResult(
-        repeat=repeat, **dataclasses.asdict(point), started=started, duration_s=load.duration_s,
-        requests=len(load.answers), failed=len(load.answers) - len(good),
-        output_tokens=load.output_tokens, prompt_tokens=sum(a.prompt_tokens for a in good),
-        accept_length=accept_length(good), error=error, **measured,
-    )  # fmt: skip
-    requests = [_request(repeat, point, a, ratios.get(a.id, {})) for a in load.answers]
-    return result, requests if error is None else []
-
-
-def accept_length(answers: Iterable[Answer]) -> float | None:
-    """Tokens by verify step over all answers; None without verify steps."""
-    pairs = [(len(a.output_ids), a.spec_verify_ct) for a in answers if a.spec_verify_ct]
-    steps = sum(steps for _, steps in pairs)
-    return sum(tokens for tokens, _ in pairs) / steps if steps else None
-
-
-def _request(repeat: int, point: Point, answer: Answer, ratios: Ratios) -> RequestResult:
-    return RequestResult(
-        repeat=repeat, **dataclasses.asdict(point), id=answer.id, category=answer.category,
-        start_s=answer.start_s, ttft_s=answer.ttft_s, e2e_s=answer.e2e_s, itl_s=answer.itl_s,
-        prompt_tokens=answer.prompt_tokens, output_tokens=len(answer.output_ids),
-        spec_verify_ct=answer.spec_verify_ct, output_sha=output_sha(answer.output_ids),
-        error=answer.error, ratios=ratios,
-    )  # fmt: skip
-
-
-def output_sha(output_ids: Sequence[int]) -> str:
-    """First 16 hex digits of the SHA-256 of the ids as int32."""
-    return hashlib.sha256(array("i", output_ids).tobytes()).hexdigest()[:16]

@@ -164,7 +164,8 @@ def _long(source: Source) -> Workload:
                 messages = [("user", about(document, place))]
                 if item := source.item(name, asked.kind, messages):
                     size = round(len(item.input_ids) / 1000)
-                    yield replace(item, category=f"{asked.kind}, {size}k tokens")
+                    category = f"{asked.kind}, {size}k tokens"
+                    yield replace(item, category=category, group=f"document-{number}")
 
     return source.halves(passages, items, served_times=1)
 

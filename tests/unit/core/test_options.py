@@ -77,6 +77,7 @@ def test_request_options_leave_foreign_keys_alone():
         ({"draft_length": True}, "draft_length"),
         ({"draft_length": "8"}, "draft_length"),
         ({"ingest": "no"}, "ingest must be true or false, got 'no'"),
+        ({"datastore": 0}, "datastore must be true or false, got 0"),
         ({"namespace": ""}, "namespace must be 1 to 128 characters"),
         ({"namespace": "a/b"}, "namespace must be 1 to 128 characters of A-Z .*, got 'a/b'"),
         ({"namespace": "é"}, "namespace"),

@@ -1,4 +1,4 @@
-"""SSSD's peers: each drafts by its own published rule, compared with the rule written plainly."""
+"""SSSD's peers (and SSSD cold): each drafts by its own published rule, compared with the rule written plainly."""
 
 from collections import Counter
 
@@ -11,6 +11,7 @@ from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest
 from sglang_ext.drafters.corpora import Corpora, documents_of
 from sglang_ext.drafters.prompt_lookup import PromptLookupDrafter
 from sglang_ext.drafters.rest import RestDrafter, SuffixArray
+from sglang_ext.drafters.retrieval import RetrievalDrafter
 from sglang_ext.options import Options
 from sglang_ext.tree import TokenTree
 
@@ -35,6 +36,17 @@ def paths(tree: TokenTree) -> list[tuple[int, ...]]:
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         found.append((*(found[parent] if parent >= 0 else ()), token))
     return found
+
+
+def test_a_request_may_ask_for_drafts_from_its_own_tokens_alone():
+    drafter = RetrievalDrafter(CONTEXT)
+    drafter.add_corpus("c", [[5, 6, 7, 8, 9, 10]])
+    both = [request([1, 2, 3, 5, 6], []), request([1, 5, 6, 7, 2, 5, 6], [], datastore=False)]
+    for asked in both:
+        drafter.start(asked)
+    free, own = drafter.propose(both, 8)
+    assert free.tokens.tolist()[:3] == [7, 8, 9]
+    assert own.tokens.tolist() == [7, 2, 5, 6]
 
 
 # -- PLD ------------------------------------------------------------------------------------------
