@@ -21,21 +21,33 @@ from sglang_ext.sweep.servers import ControlError, RunningServer
 
 _NAMESPACE = "sweep-{}"
 _OPENING_TOKENS = 32
+# Prompts (streams) of a run for each one in flight, and the least of them: a run of a small batch
+# is to take no longer than one of a large batch, which needs more prompts to be full.
+_PROMPTS_IN_FLIGHT, _LEAST_PROMPTS = 4, 8
 # A part has so many times the requests in flight: at its end fewer are.
 _ROUNDS = 2
 _LEAST_PART = 4
 
 
+def items_at(workload: Workload, point: Point) -> Sequence[Item]:
+    """The measured items of a point: all at a rate, the first ones of a small batch."""
+    if point.mode != BATCH:
+        return workload.measured
+    count = max(_LEAST_PROMPTS, _PROMPTS_IN_FLIGHT * int(point.load))
+    return [item for stream in streams(workload.measured)[:count] for item in stream]
+
+
 def parts_of(workload: Workload, point: Point) -> list[tuple[Item, ...]]:
-    """The measured items in parts, after each of which another method has its turn.
+    """A point's items in parts, after each of which another method has its turn.
 
     Items of a stream, or of a document, stay together; arrivals at a rate are one part.
     """
+    items = items_at(workload, point)
     if point.mode != BATCH:
-        return [workload.measured]
+        return [tuple(items)]
     least = max(_LEAST_PART, _ROUNDS * int(point.load))
     parts: list[list[Item]] = []
-    for item in workload.measured:
+    for item in items:
         together = parts and (item.group and item.group == parts[-1][-1].group)
         if parts and (together or len(streams(parts[-1])) < least or _same_stream(parts[-1], item)):
             parts[-1].append(item)

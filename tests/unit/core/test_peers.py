@@ -1,4 +1,4 @@
-"""SSSD's peers (and SSSD cold): each drafts by its own published rule, compared with the rule written plainly."""
+"""SSSD's peers: each drafts by its own published rule, compared with the rule written plainly."""
 
 from collections import Counter
 
