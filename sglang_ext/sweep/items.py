@@ -1,6 +1,6 @@
 """What a workload is made of."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,8 @@ class Item:
         reference: what the output should say; "": nobody has written it down.
         stream: items of one stream follow each other; each is sent when the one before it has been
             answered.
-        group: items of one group begin alike, and are measured one behind the other.
+        group: items of one group begin with the same long text, which is read before a run; they
+            are measured one behind the other.
         params: custom_params of this request, over those of its method.
     """
 
@@ -67,6 +68,15 @@ def streams(items: Sequence[Item]) -> list[list[Item]]:
         else:
             found.append([item])
     return found
+
+
+def heads(items: Iterable[Item]) -> list[Item]:
+    """Requests that read what the items of each group have in common; no groups, no requests."""
+    first: dict[str, Item] = {}
+    for item in items:
+        if item.group:
+            first.setdefault(item.group, replace(item, max_tokens=1))
+    return list(first.values())
 
 
 def as_sessions(items: Sequence[Item], params: Mapping[str, Any], run: str) -> list[Item]:

@@ -11,9 +11,9 @@ import httpx
 
 from sglang_ext.started_server import ServerError
 from sglang_ext.sweep import environment
-from sglang_ext.sweep.items import Item, Workload
+from sglang_ext.sweep.items import Item, Workload, heads
 from sglang_ext.sweep.load import ServerGone, run_batch, run_rate
-from sglang_ext.sweep.measuring import Measurement, items_of, params_of, quietly
+from sglang_ext.sweep.measuring import Measurement, items_at, items_of, params_of, quietly
 from sglang_ext.sweep.methods import LEARNING_CACHES, Method
 from sglang_ext.sweep.plan import RATE, Point, turned
 from sglang_ext.sweep.progress import Pace
@@ -23,7 +23,7 @@ from sglang_ext.sweep.servers import ControlError, RunningServer, Servers
 BASELINE = "ar"
 PLAIN_SERVER = "plain"
 _WARM_UP = "warm-up"
-_WARM_UP_REQUESTS, _WARM_UP_TOKENS = 4, 16
+_WARM_UP_REQUESTS, _WARM_UP_PROMPT, _WARM_UP_TOKENS = 4, 512, 16
 # While prompts are answered that are not measured, or arrive by themselves.
 _IN_FLIGHT = 16
 
@@ -267,10 +267,13 @@ class Runner:
             self._warm.pop(method.server, None)
             self._note_servers()
         self._warm_up(server, method, workload)
-        # Every method starts alike; NGRAM's own trie is emptied, too, so the corpus comes next.
-        server.flush_cache()
-        beside = [self._methods[p.method] for p in runs]
-        if method.corpus and not any(m.corpus and m.server == method.server for m in beside):
+        beside = [m for p in runs if (m := self._methods[p.method]).server == method.server]
+        if not beside:
+            # Every method starts alike; NGRAM's trie is emptied, too, so the corpus comes next.
+            server.flush_cache()
+            if groups := heads(items_at(workload, point)):
+                run_batch(server.url, groups, 1)
+        if method.corpus and not any(m.corpus for m in beside):
             self._load_corpus(server, workload.name, undo)
         return Measurement(repeat, point, method, server, workload, undo)
 
@@ -279,7 +282,8 @@ class Runner:
             return
         key = self._methods[run.point.method].server
         server = self._servers.get(key)
-        if shared and key not in LEARNING_CACHES:
+        groups = any(item.group for item in run.parts[turn])
+        if shared and key not in LEARNING_CACHES and not groups:
             # What another method has read is none of this one's, nor plain decoding's own.
             server.flush_cache()
         load = run.point.load
@@ -303,7 +307,11 @@ class Runner:
             return
         items = (workload.served_before or workload.measured)[:_WARM_UP_REQUESTS]
         short = [
-            dataclasses.replace(item, max_tokens=min(item.max_tokens, _WARM_UP_TOKENS))
+            dataclasses.replace(
+                item,
+                input_ids=item.input_ids[:_WARM_UP_PROMPT],
+                max_tokens=min(item.max_tokens, _WARM_UP_TOKENS),
+            )
             for item in items
         ]
         with ExitStack() as after:

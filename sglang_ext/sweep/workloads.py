@@ -43,7 +43,6 @@ MT_BENCH = (
 LONG_TOKENS = (10_000, 20_000, 30_000)
 SHORT_CONTEXT_TOKENS = 6_000
 _LEAST_LONG_TOKENS = 2_000
-# Questions about one document follow each other, so that it is read once.
 DOCUMENT_QUESTIONS = 8
 # For the question and the template around a document.
 _TOKENS_AROUND = 160
@@ -145,7 +144,8 @@ def _long(source: Source) -> Workload:
     """Questions about long documents, several about each.
 
     A document is joined from passages of Spec-Bench's rag and summarization parts; the question
-    behind it is about one of them. No passage is in a measured document and in another one.
+    behind it is about one of them. No passage is in a measured document and in another one. The
+    questions about one document are a group: it is read before the run.
     """
     lengths = [n for n in LONG_TOKENS if n <= source.room - _TOKENS_AROUND]
     lengths = lengths or [min(SHORT_CONTEXT_TOKENS, source.room - _TOKENS_AROUND)]
@@ -154,6 +154,9 @@ def _long(source: Source) -> Workload:
             f"workload long: a context of {source.context_len} tokens has room for "
             f"{max(source.room, 0)} of a prompt; documents of {_LEAST_LONG_TOKENS} are the least"
         )
+    # Reading documents takes long: one of each length, two at least.
+    most = DOCUMENT_QUESTIONS * max(2, len(lengths))
+    source = replace(source, prompts=min(source.prompts, most))
     questions = source.shuffled(_of(spec_bench(source.data), ("rag", "summarization")))
     passages = [passage(q, source.count) for q in questions]
 

@@ -253,6 +253,32 @@ def test_methods_take_turns_within_a_load(tmp_path):
         assert starts[4] >= starts[3] and max(starts) < point.duration_s
 
 
+def test_documents_are_read_once_for_all_methods_of_a_server(tmp_path):
+    documents = tuple(
+        Item(f"m{i}", "c", (10 + i // 2, i), MEASURED_TOKENS, group=f"d{i // 2}") for i in range(4)
+    )
+    long = Workload("w", "text", documents, (Item("s", "c", (90, 1), MEASURED_TOKENS),))
+    plan = replace(PLAN, methods=("ar", "cold", "live"), workloads=("w",), batches=(1,), repeats=1)
+    servers = FakeServers(SERVERS)
+    with Results.create_or_resume(tmp_path, plan) as results, servers:
+        Runner(results, {"w": long}, METHODS, servers, "/no/model", str, servers.said.append).run()
+    for key, methods in (("plain", 1), ("sssd", 2)):
+        asked = [
+            "flush" if path == "/flush_cache" else (body["input_ids"], tokens)
+            for path, body in servers.server(key).calls
+            if path == "/flush_cache"
+            or (
+                path == "/generate"
+                and (tokens := body["sampling_params"]["max_new_tokens"]) in (1, MEASURED_TOKENS)
+                and body["input_ids"][0] < 90
+            )
+        ]
+        read = [([10, 0], 1), ([11, 2], 1)]
+        measured = [([10 + i // 2, i], MEASURED_TOKENS) for i in range(4)]
+        assert asked == ["flush", *read, *measured * methods]
+    assert all(p.requests == 4 for p in Results.read(tmp_path).points)
+
+
 def test_parts_keep_streams_and_documents_together():
     def items(count, **more):
         return [Item(f"i{n}", "c", (1,), 4, **more) for n in range(count)]
