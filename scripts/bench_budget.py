@@ -19,13 +19,14 @@ highest and the lowest fifth (a trimmed mean); its standard error is that of the
 With --null both servers are plain: what it prints is what the benchmark itself is off by.
 """
 
+import argparse
 import itertools
 import math
 import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -133,31 +134,9 @@ def main() -> int:
     prompts = [p.input_ids for p in spec_bench(options.model, max_prompt_tokens=MAX_PROMPT_TOKENS)]
     rows = {batch: Rows() for batch in BATCHES}
     fresh = itertools.cycle(prompts)
-    for launch in range(options.launches):
-        with ExitStack() as stack:
-            plain = Server(options.model, ["--enable-metrics"], name="plain")
-            flags = [] if options.null else ["--speculative-algorithm", "SSSD"]
-            sssd = Server(options.model, [*flags, "--enable-metrics"], name="sssd")
-            # One after the other, and the other way round next time: the first one has its pick
-            # of the memory.
-            for server in (plain, sssd) if launch % 2 else (sssd, plain):
-                stack.callback(server.stop)
-                server.start().wait()
-            for r in rows.values():
-                r.launches.append([])
-            chosen = list(itertools.islice(fresh, REQUESTS_PER_BATCH * max(BATCHES)))
-            for server in (plain, sssd):  # into the radix cache: what is measured is decoding
-                answer_all(server.base_url, chosen, max(BATCHES), WARM_UP_TOKENS)
-            for repeat in range(options.repeats):
-                for batch in BATCHES:
-                    random.Random(f"{launch} {repeat} {batch}").shuffle(chosen)
-                    before = read_metrics(sssd.base_url)
-                    turn = by_turns(
-                        (plain, sssd), (launch + repeat) % 2,
-                        chosen[: REQUESTS_PER_BATCH * batch], batch, options.tokens,
-                    )  # fmt: skip
-                    rows[batch].add(turn, before, read_metrics(sssd.base_url))
-                    show(f"launch {launch + 1}, turn {repeat + 1}", batch, rows[batch])
+    for number in range(options.launches):
+        chosen = list(itertools.islice(fresh, REQUESTS_PER_BATCH * max(BATCHES)))
+        launch(number, chosen, rows, options)
     print()
     table(rows)
     figures = {f"ratio_b{b}": r.ratio for b, r in rows.items()}
@@ -168,6 +147,37 @@ def main() -> int:
     least = min(r.ratio for r in rows.values())
     report({"min_ratio_vs_plain": least, **figures}, options.json)
     return 0
+
+
+def launch(
+    number: int,
+    prompts: list[Sequence[int]],
+    rows: Mapping[int, Rows],
+    options: argparse.Namespace,
+) -> None:
+    """Start both servers and add their turns, at every batch size, to the rows."""
+    with ExitStack() as stack:
+        plain = Server(options.model, ["--enable-metrics"], name="plain")
+        flags = [] if options.null else ["--speculative-algorithm", "SSSD"]
+        sssd = Server(options.model, [*flags, "--enable-metrics"], name="sssd")
+        # One after the other, and the other way round next time: the first one has its pick
+        # of the memory.
+        for server in (plain, sssd) if number % 2 else (sssd, plain):
+            stack.callback(server.stop)
+            server.start().wait()
+        for row in rows.values():
+            row.launches.append([])
+        for server in (plain, sssd):  # into the radix cache: what is measured is decoding
+            answer_all(server.base_url, prompts, max(BATCHES), WARM_UP_TOKENS)
+        for repeat, batch in itertools.product(range(options.repeats), BATCHES):
+            random.Random(f"{number} {repeat} {batch}").shuffle(prompts)
+            before = read_metrics(sssd.base_url)
+            turn = by_turns(
+                (plain, sssd), (number + repeat) % 2,
+                prompts[: REQUESTS_PER_BATCH * batch], batch, options.tokens,
+            )  # fmt: skip
+            rows[batch].add(turn, before, read_metrics(sssd.base_url))
+            show(f"launch {number + 1}, turn {repeat + 1}", batch, rows[batch])
 
 
 def by_turns(

@@ -112,8 +112,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _interrupt(*_: object) -> None:
-    """As Ctrl-C, so that servers are stopped."""
-    os.kill(os.getpid(), signal.SIGINT)
+    """As Ctrl-C, so that servers are stopped; also where a shell has a job ignore that."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler):
+        raise KeyboardInterrupt
+    handler(signal.SIGINT, None)  # asyncio's: it cancels what is under way
 
 
 def _check(args: argparse.Namespace) -> tuple[str, str]:
