@@ -34,12 +34,12 @@ class Size:
     batches: tuple[int, ...] = (1, 2, 4, 8, 16)
     rates: tuple[float, ...] = ()
     repeats: int = 3
-    prompts: int = 16
+    prompts: int = 32
     max_tokens: int = 128
 
 
 FULL = Size()
-QUICK = Size(workloads=("mt-bench", "gsm8k"), batches=(1, 4), repeats=2, prompts=6, max_tokens=48)
+QUICK = Size(workloads=("mt-bench", "gsm8k"), batches=(1, 4), repeats=2, prompts=4, max_tokens=40)
 # Of a Whisper; transcripts end by themselves.
 _WHISPER: dict[str, Any] = {"workloads": ("audio",), "max_tokens": 224}
 
