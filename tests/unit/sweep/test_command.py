@@ -188,7 +188,7 @@ def test_the_defaults_of_a_whisper(tmp_path, plans):
     for plan in plans:
         assert plan.workloads == ("audio",)
         assert plan.methods[:2] == ("ar", "specasr-fixed") and plan.methods[-1] == "specasr-tsp"
-        assert (plan.max_tokens, plan.batches, plan.prompts) == (224, (1, 4), 6)
+        assert (plan.max_tokens, plan.batches, plan.prompts) == (224, (1, 4), 4)
     assert len(plans) == 2
 
 
