@@ -70,11 +70,13 @@ def token_grid(low: int, high: int) -> list[int]:
 class CostModel:
     """Seconds of a step over `tokens` tokens, learned from the steps that are run.
 
-    cost = (prior(tokens) + fixed) * scale * surcharge * local: `prior` are measured costs of a
-    few token counts, `fixed` is what a step costs besides, whatever its tokens (the quickest of
-    the first steps tells), the scale is what this machine makes of them now, the surcharge is that
-    of verify steps (tree masks, acceptance, moving KV), and the local factor corrects one token
-    count of one kind of step. Every step moves the scale, so that a machine that slows down makes
+    cost = (prior(tokens) + fixed + per_token * tokens) * scale * surcharge * local: `prior` are
+    measured costs of a few token counts, `fixed` is what a step costs besides, whatever its tokens
+    (the quickest of the first steps tells), `per_token` what each token costs besides (attention
+    above all, so it follows the contexts' lengths; wide and narrow steps tell, by least mean
+    squares), the scale is what this machine makes of them now, the surcharge is that of verify
+    steps (tree masks, acceptance, moving KV), and the local factor corrects one token count of one
+    kind of step. Every step moves the scale, so that a machine that slows down makes
     no kind of step look cheap beside one that was measured before; and a local factor fades while
     its kind of step is not run, so that one bad spell does not rule it out for good.
 
@@ -93,7 +95,8 @@ class CostModel:
         self._prior_cost = np.minimum.accumulate(costs[::-1])[::-1]
         self._local: dict[tuple[int, bool], _Local] = {}
         self._steps = 0
-        self._fixed = 0.0
+        self._fixed = self._per_token = 0.0
+        self._usual = 1.0  # tokens of a step, in the mean
         self._scale = 1.0
         self._surcharge = VERIFY_SURCHARGE
 
@@ -104,7 +107,7 @@ class CostModel:
             self._fixed = min(self._fixed, besides) if self._steps else besides
         base = self._base(tokens, verify)
         if not self._steps:
-            self._scale = seconds / base
+            self._scale, self._usual = seconds / base, float(tokens)
         self._steps += 1
         factor = self._factor(tokens, verify)
         # A step that something else delayed says little.
@@ -112,9 +115,14 @@ class CostModel:
         known = self._local.setdefault((tokens, verify), _Local())
         known.factor = _within(factor * (1.0 + 0.08 * (ratio - 1.0)), 0.7, 1.5)
         known.at = self._steps
+        # What all steps are off by is the scale's; what wide ones are and narrow ones are not:
+        off = tokens - self._usual
+        slope = (ratio - 1.0) * base * off / (off * off + self._usual**2 / 4)
+        self._per_token = max(0.0, self._per_token + 0.2 * slope)
+        self._usual += 0.05 * off
         if verify:
             above = _within(seconds / (self._base(tokens, False) * self._scale), 1.0, 1.6)
-            self._surcharge += 0.05 * (above - self._surcharge)
+            self._surcharge += 0.02 * (above - self._surcharge)
         self._scale *= 1.0 + max(0.1, 1.0 / self._steps) * (ratio - 1.0)
 
     def cost(self, tokens: int, verify: bool = False) -> float:
@@ -122,7 +130,8 @@ class CostModel:
         return self._base(tokens, verify) * self._scale * self._factor(tokens, verify)
 
     def _base(self, tokens: int, verify: bool) -> float:
-        return (self._prior(tokens) + self._fixed) * (self._surcharge if verify else 1.0)
+        besides = self._fixed + self._per_token * tokens
+        return (self._prior(tokens) + besides) * (self._surcharge if verify else 1.0)
 
     def _factor(self, tokens: int, verify: bool) -> float:
         known = self._local.get((tokens, verify))

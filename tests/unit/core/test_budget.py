@@ -118,11 +118,31 @@ def test_verify_steps_are_learned_apart_from_plain_ones():
     cost = CostModel(PRIOR)
     for _ in range(100):
         cost.observe(8, 0.030)
+        cost.observe(16, 0.041)
+        cost.observe(8, 0.030 * 1.3, verify=True)
         cost.observe(16, 0.041 * 1.3, verify=True)
     assert cost.cost(16) == pytest.approx(0.041, rel=0.05)
     assert cost.cost(16, verify=True) == pytest.approx(0.041 * 1.3, rel=0.05)
     # What was not run yet costs as much more than the prior.
     assert cost.cost(32, verify=True) == pytest.approx(0.076 * 1.3, rel=0.05)
+
+
+def test_what_a_token_costs_besides_the_linear_layers_is_learned():
+    cost = CostModel(PRIOR)
+
+    def seconds(tokens, per_token):
+        return np.interp(tokens, list(PRIOR), list(PRIOR.values())) / 1e3 + per_token * tokens
+
+    # Wide steps of one request's method say nothing against verifying few nodes of another's.
+    for tokens in [4, 48, 56, 64] * 50:
+        cost.observe(tokens, seconds(tokens, 0.001), verify=tokens > 4)
+    ratio = seconds(20, 0.001) / seconds(16, 0.001)
+    assert cost.cost(20, verify=True) / cost.cost(16) == pytest.approx(ratio, rel=0.07)
+    # Contexts grow long: attention, which each token pays, is most of a step.
+    for tokens in [4, 8, 12] * 60:
+        cost.observe(tokens, seconds(tokens, 0.01), verify=tokens > 4)
+    ratio = seconds(12, 0.01) / seconds(4, 0.01)
+    assert cost.cost(12, verify=True) / cost.cost(4) == pytest.approx(ratio, rel=0.1)
 
 
 def test_a_spell_of_stalls_does_not_make_plain_steps_look_dear_for_good():
