@@ -135,8 +135,8 @@ def main() -> int:
     rows = {batch: Rows() for batch in BATCHES}
     fresh = itertools.cycle(prompts)
     for number in range(options.launches):
-        chosen = list(itertools.islice(fresh, REQUESTS_PER_BATCH * max(BATCHES)))
-        launch(number, chosen, rows, options)
+        chosen = itertools.islice(fresh, REQUESTS_PER_BATCH * max(BATCHES))
+        launch(number, list(chosen), rows, options)
     print()
     table(rows)
     figures = {f"ratio_b{b}": r.ratio for b, r in rows.items()}
