@@ -118,7 +118,8 @@ class CostModel:
         # What all steps are off by is the scale's; what wide ones are and narrow ones are not:
         off = tokens - self._usual
         slope = (ratio - 1.0) * base * off / (off * off + self._usual**2 / 4)
-        self._per_token = max(0.0, self._per_token + 0.2 * slope)
+        if ratio < 1.5:  # else it was delayed, and its width has nothing to do with that
+            self._per_token = max(0.0, self._per_token + 0.2 * slope)
         self._usual += 0.05 * off
         if verify:
             above = _within(seconds / (self._base(tokens, False) * self._scale), 1.0, 1.6)
