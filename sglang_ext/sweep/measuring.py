@@ -46,22 +46,18 @@ def parts_of(workload: Workload, point: Point) -> list[tuple[Item, ...]]:
     if point.mode != BATCH:
         return [tuple(items)]
     least = max(_LEAST_PART, _ROUNDS * int(point.load))
-    parts: list[list[Item]] = []
-    for item in items:
-        together = parts and (item.group and item.group == parts[-1][-1].group)
-        if parts and (together or len(streams(parts[-1])) < least or _same_stream(parts[-1], item)):
-            parts[-1].append(item)
+    parts: list[list[list[Item]]] = []
+    for stream in streams(items):
+        group = stream[0].group
+        if parts and (len(parts[-1]) < least or (group and group == parts[-1][-1][0].group)):
+            parts[-1].append(stream)
         else:
-            parts.append([item])
+            parts.append([stream])
     # What is left over is no part of its own: it would be all end.
-    if len(parts) > 1 and len(streams(parts[-1])) < least / 2:
+    if len(parts) > 1 and len(parts[-1]) < least / 2:
         rest = parts.pop()
         parts[-1] += rest
-    return [tuple(part) for part in parts]
-
-
-def _same_stream(part: Sequence[Item], item: Item) -> bool:
-    return bool(item.stream) and part[-1].stream == item.stream
+    return [tuple(item for stream in part for item in stream) for part in parts]
 
 
 class Measurement:
