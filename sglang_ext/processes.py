@@ -6,6 +6,7 @@ import random
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator
 
 _GRACE_S = 10.0
 # Below those of outgoing connections (Linux: 32768 up) and those that SGLang chooses (22000 up).
@@ -30,6 +31,24 @@ def signal_group(process: "subprocess.Popen[bytes]", number: int) -> None:
     """Send a signal to the whole session; nothing happens where it has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
+
+
+@contextlib.contextmanager
+def end_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that what it started is stopped."""
+    handlers = {s: signal.signal(s, _interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(*_: object) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler):  # a shell has its background jobs ignore it
+        raise KeyboardInterrupt
+    handler(signal.SIGINT, None)  # asyncio's cancels what is under way
 
 
 def free_port() -> int:

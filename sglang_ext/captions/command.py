@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from sglang_ext.api.languages import NAMES
+from sglang_ext.processes import end_as_ctrl_c
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,12 +91,12 @@ def add_commands(commands: Any) -> None:
     command.set_defaults(func=run)
 
 
+@end_as_ctrl_c()
 def run(args: argparse.Namespace) -> int:
     """Caption all of the audio; returns the exit code (1: some was not captioned)."""
     from sglang_ext.captions.display import DisplayError
     from sglang_ext.started_server import ServerError
 
-    handlers = {s: signal.signal(s, _interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
     try:
         language = _check(args)
         blocks, displays = _open(args.file), _displays(args)
@@ -106,17 +106,6 @@ def run(args: argparse.Namespace) -> int:
     except (CaptionsError, DisplayError, ServerError) as error:
         print(f"sglang-ext captions: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _interrupt(*_: object) -> None:
-    """As Ctrl-C, so that servers are stopped; also where a shell has a job ignore that."""
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler):
-        raise KeyboardInterrupt
-    handler(signal.SIGINT, None)  # asyncio's: it cancels what is under way
 
 
 def _check(args: argparse.Namespace) -> tuple[str, str]:

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from urllib.parse import urlsplit
 
 from sglang_ext.flags import flag_value
 from sglang_ext.models import ModelError, is_whisper, resolve
+from sglang_ext.processes import end_as_ctrl_c
 from sglang_ext.sweep.methods import AUDIO, RETRANSLATION, TEXT
 from sglang_ext.sweep.plan import Plan
 
@@ -120,6 +120,7 @@ def add_commands(commands: Any) -> None:
     report.set_defaults(func=run_report)
 
 
+@end_as_ctrl_c()
 def run(args: argparse.Namespace) -> int:
     """Measure, then report; returns the exit code (1: something is missing or failed)."""
     from sglang_ext.started_server import ServerError
@@ -128,7 +129,6 @@ def run(args: argparse.Namespace) -> int:
     from sglang_ext.sweep.runner import SweepError
     from sglang_ext.sweep.workloads import WorkloadError
 
-    handlers = {s: signal.signal(s, _interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
     try:
         if args.out is None:
             raise SweepUsageError("--out DIR is missing: where the results go")
@@ -146,9 +146,6 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"\nstopped. {_how_to_go_on(args.out)}", file=sys.stderr)
         raise
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def run_report(args: argparse.Namespace) -> int:
@@ -332,11 +329,6 @@ def _how_to_go_on(folder: Path) -> str:
         f"What is finished is in {folder}; the same command goes on with it, and "
         f"`sglang-ext sweep report {folder}` shows it."
     )
-
-
-def _interrupt(*_: object) -> None:
-    """As Ctrl-C, so that servers are stopped."""
-    raise KeyboardInterrupt  # and not SIGINT, which a shell has background jobs ignore
 
 
 def _names(text: str) -> tuple[str, ...]:
