@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-import psutil  # type: ignore[import-untyped]
 import requests
 
+from sglang_ext import processes
 from sglang_ext.processes import free_port, kill_group, signal_group, stop_group
 
 START_TIMEOUT_S = 300
@@ -89,16 +89,12 @@ class Server:
     def cpu_seconds(self) -> float:
         """CPU time that its processes have used so far."""
         assert self._process is not None, f"{self.name} is not running"
-        process = psutil.Process(self._process.pid)
-        times = [p.cpu_times() for p in (process, *process.children(recursive=True))]
-        return sum(t.user + t.system for t in times)
+        return processes.cpu_seconds(self._process.pid)
 
     def memory_bytes(self) -> int:
         """Memory that its processes hold, what they share counted once (PSS)."""
         assert self._process is not None, f"{self.name} is not running"
-        process = psutil.Process(self._process.pid)
-        everyone = (process, *process.children(recursive=True))
-        return sum(p.memory_full_info().pss for p in everyone)
+        return processes.memory_bytes(self._process.pid)
 
     def log_tail(self, lines: int = 30) -> str:
         """The last lines it printed."""

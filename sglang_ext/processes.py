@@ -8,6 +8,8 @@ import socket
 import subprocess
 from collections.abc import Iterator
 
+import psutil  # type: ignore[import-untyped]
+
 _GRACE_S = 10.0
 # Below those of outgoing connections (Linux: 32768 up) and those that SGLang chooses (22000 up).
 _PORTS = 10_000, 20_000
@@ -31,6 +33,30 @@ def signal_group(process: "subprocess.Popen[bytes]", number: int) -> None:
     """Send a signal to the whole session; nothing happens where it has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process and those it started have used so far.
+
+    Raises:
+        psutil.Error: one of them has just ended.
+    """
+    times = [process.cpu_times() for process in _family(pid)]
+    return sum(t.user + t.system for t in times)
+
+
+def memory_bytes(pid: int) -> int:
+    """Memory that they hold, what they share counted once (PSS).
+
+    Raises:
+        psutil.Error: one of them has just ended.
+    """
+    return sum(process.memory_full_info().pss for process in _family(pid))
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
 
 
 @contextlib.contextmanager

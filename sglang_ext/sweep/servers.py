@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import psutil  # type: ignore[import-untyped]
 
+from sglang_ext import processes
 from sglang_ext.flags import flag_value
 from sglang_ext.started_server import ServerError, StartedServer, started
 
@@ -130,23 +131,17 @@ class RunningServer:
 
     def cpu_seconds(self) -> float | None:
         """CPU time that its processes have used so far."""
-        with contextlib.suppress(psutil.Error):
-            times = [process.cpu_times() for process in self._processes()]
-            return sum(t.user + t.system for t in times) if times else None
+        if self._process is not None:
+            with contextlib.suppress(psutil.Error):
+                return processes.cpu_seconds(self._process.pid)
         return None
 
     def memory_mb(self) -> float | None:
         """Memory of its processes in MiB, what they share counted once (PSS)."""
-        with contextlib.suppress(psutil.Error):
-            held = [process.memory_full_info().pss for process in self._processes()]
-            return sum(held) / (1 << 20) if held else None
+        if self._process is not None:
+            with contextlib.suppress(psutil.Error):
+                return processes.memory_bytes(self._process.pid) / (1 << 20)
         return None
-
-    def _processes(self) -> list[Any]:
-        if self._process is None:
-            return []
-        main = psutil.Process(self._process.pid)
-        return [main, *main.children(recursive=True)]
 
     def widths(self) -> tuple[float, float]:
         """Sum of s_q over its steps, and their number, since it started; 0, 0: no such metric."""
