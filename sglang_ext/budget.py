@@ -28,6 +28,8 @@ SURE_GAIN = 1.2
 VERIFY_SURCHARGE = 1.04
 # Steps that show what a pass costs besides its linear layers; SGLang's warm-up has so many.
 _FIRST_STEPS = 8
+# A step that takes so many times what is expected was held up by something else.
+_DELAYED = 1.5
 _BINS = 12
 
 
@@ -76,9 +78,10 @@ class CostModel:
     above all, so it follows the contexts' lengths; wide and narrow steps tell, by least mean
     squares), the scale is what this machine makes of them now, the surcharge is that of verify
     steps (tree masks, acceptance, moving KV), and the local factor corrects one token count of one
-    kind of step. Every step moves the scale, so that a machine that slows down makes
-    no kind of step look cheap beside one that was measured before; and a local factor fades while
-    its kind of step is not run, so that one bad spell does not rule it out for good.
+    kind of step. Every step moves the scale (but a delayed one between two that are not), so that a
+    machine that slows down makes no kind of step look cheap beside one that was measured before;
+    and a local factor fades while its kind of step is not run, so that one bad spell does not rule
+    it out for good.
 
     Args:
         prior: cost by token count, of the linear layers, in seconds; another unit is scaled to
@@ -99,6 +102,7 @@ class CostModel:
         self._usual = 1.0  # tokens of a step, in the mean
         self._scale = 1.0
         self._surcharge = VERIFY_SURCHARGE
+        self._delayed = {False: False, True: False}  # whether the last step of this kind was
 
     def observe(self, tokens: int, seconds: float, verify: bool = False) -> None:
         """Take in that a plain step, or one that verified drafts, took `seconds`."""
@@ -110,15 +114,19 @@ class CostModel:
             self._scale, self._usual = seconds / base, float(tokens)
         self._steps += 1
         factor = self._factor(tokens, verify)
-        # A step that something else delayed says little.
-        ratio = _within(seconds / (base * self._scale * factor), 0.5, 1.5)
+        ratio = _within(seconds / (base * self._scale * factor), 0.5, _DELAYED)
+        # What only delayed one step says nothing; what makes a kind of step dear comes again.
+        delayed, again = ratio == _DELAYED, self._delayed[verify]
+        self._delayed[verify] = delayed
+        if delayed and not again:
+            return
         known = self._local.setdefault((tokens, verify), _Local())
         known.factor = _within(factor * (1.0 + 0.08 * (ratio - 1.0)), 0.7, 1.5)
         known.at = self._steps
         # What all steps are off by is the scale's; what wide ones are and narrow ones are not:
         off = tokens - self._usual
         slope = (ratio - 1.0) * base * off / (off * off + self._usual**2 / 4)
-        if ratio < 1.5:  # else it was delayed, and its width has nothing to do with that
+        if not delayed:  # else its width has nothing to do with it
             self._per_token = max(0.0, self._per_token + 0.2 * slope)
         self._usual += 0.05 * off
         if verify:

@@ -166,12 +166,31 @@ def test_drafts_are_dropped_where_verify_steps_prove_dear():
     assert choose_nodes(fair, cost, KNEE).sum() == 0
 
 
+def test_dear_verify_steps_between_plain_ones_are_no_stalls():
+    cost = CostModel(PRIOR)
+    for _ in range(100):
+        cost.observe(8, 0.030)
+        cost.observe(9, 0.060, verify=True)
+    assert cost.cost(9, verify=True) > 1.4 * cost.cost(8)
+
+
 def test_cost_model_shrugs_off_a_stall():
     cost = CostModel(PRIOR)
     for _ in range(10):
         cost.observe(1, 0.02)
     cost.observe(1, 5.0)
     assert cost.cost(1) < 0.025
+
+
+def test_lone_stalls_do_not_make_verify_steps_look_dear():
+    cost, rng = CostModel(PRIOR), np.random.default_rng(0)
+    seconds = {8: 0.030, 12: 0.035}
+    for step in range(2000):
+        tokens = 12 if step % 5 == 0 else 8
+        stall = 1.0 if rng.random() < 0.05 else 0.0
+        cost.observe(tokens, seconds[tokens] * 1.04 ** (tokens > 8) + stall, verify=tokens > 8)
+    assert cost.cost(8) == pytest.approx(0.030, rel=0.02)
+    assert cost.cost(12, verify=True) == pytest.approx(0.035 * 1.04, rel=0.02)
 
 
 def test_calibration_converges_to_what_is_observed():
