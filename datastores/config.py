@@ -16,6 +16,10 @@ class DatastoreError(Exception):
     """Something given to the datastore is unusable; the message is one line for a person."""
 
 
+class DatastoreInUse(DatastoreError):
+    """Another process writes to the folder."""
+
+
 @dataclass(frozen=True)
 class RetrievalConfig:
     """How continuations are looked up and turned into probabilities.

@@ -1,29 +1,37 @@
 """The datastore: served outputs by namespace and shared corpora, searchable while it grows."""
 
+import logging
 import os
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from typing import Any
 
 import numpy as np
 
-from .config import DatastoreError
+from .config import DatastoreError, DatastoreInUse
 from .container import Container, write_container
 from .durable import DurableCollection, DurableOptions
 from .folder import Folder
+from .following import FollowingCollection
 from .input_trie import as_token_ids
 from .live import MAX_SEGMENT_TOKENS, SEGMENTS_PER_COLLECTION
 from .logs import LogOptions
-from .manifest import FileEntry
+from .manifest import FileEntry, manifest_stamp
 from .memory import MemoryCollection
 from .segment import Document, Segment, Snapshot, build_segments, document_digest
+
+logger = logging.getLogger(__name__)
 
 MAX_VOCAB_SIZE = 1 << 30
 MAX_NAME_BYTES = 512
 DEFAULT_NAMESPACE = "default"
 MEMORY_TOKENS = 1 << 23
 DISK_TOKENS = SEGMENTS_PER_COLLECTION * MAX_SEGMENT_TOKENS
+# What the first of several processes takes to make a folder that the others wait for.
+_CREATION_SECONDS = 10.0
 
 TokenIds = Sequence[int] | np.ndarray
 
@@ -34,6 +42,8 @@ class DatastoreInfo:
 
     path: str | None
     """The folder; None: in memory only."""
+    follows: bool
+    """Whether another process writes to it, and this one follows."""
     vocab_size: int
     tokenizer_fingerprint: str
     max_tokens: int
@@ -87,6 +97,7 @@ class Datastore:
         folder: Folder | None = None,
         fold_tokens: int = 1 << 20,
         fold_interval: float = 300.0,
+        follow: bool = False,
     ) -> None:
         """A datastore in memory; open() gives one in a folder.
 
@@ -95,7 +106,7 @@ class Datastore:
         (about 6.2 bytes each with a vocabulary up to 65,535, else 8.2). live_buffer_tokens: most
         tokens that wait to be sorted; a document that finds the buffer full is dropped and
         counted. live_interval: seconds for which new documents are gathered before they are
-        sorted together. folder, fold_tokens, fold_interval: see open().
+        sorted together. folder, fold_tokens, fold_interval, follow: see open().
         """
         self.vocab_size = _whole("vocab_size", vocab_size, 1, MAX_VOCAB_SIZE)
         self.tokenizer_fingerprint = str(tokenizer_fingerprint)
@@ -109,18 +120,25 @@ class Datastore:
         self._dropped = 0
         self._snapshots: dict[str, Snapshot] = {}
         self._corpora: dict[str, tuple[Segment, ...]] = {}
-        self._live: MemoryCollection | DurableCollection
+        logs = LogOptions(buffer_tokens, interval)
+        self._options = DurableOptions(
+            max_tokens, logs, fold_tokens, _seconds("fold_interval", fold_interval)
+        )
+        self._live: MemoryCollection | DurableCollection | FollowingCollection
         if folder is None:
             self._live = MemoryCollection(
                 vocab_size, max_tokens, buffer_tokens, interval, self._refresh
             )
+        elif follow:
+            self._live = FollowingCollection(
+                folder, max_tokens, logs, self._refresh, self._take_over
+            )
         else:
-            logs = LogOptions(buffer_tokens, interval)
-            fold_seconds = _seconds("fold_interval", fold_interval)
-            options = DurableOptions(max_tokens, logs, fold_tokens, fold_seconds)
-            self._live = DurableCollection(folder, options, self._refresh)
+            self._live = DurableCollection(folder, self._options, self._refresh)
             folder.on_change = self._refresh
         self._refresh()
+        if isinstance(self._live, FollowingCollection):
+            self._live.start()
 
     @classmethod
     def open(
@@ -131,6 +149,7 @@ class Datastore:
         tokenizer_fingerprint: str | None = None,
         create: bool = True,
         read_only: bool = False,
+        shared: bool = False,
         max_tokens: int = DISK_TOKENS,
         max_corpus_tokens: int = DISK_TOKENS,
         live_buffer_tokens: int = 1 << 20,
@@ -142,13 +161,16 @@ class Datastore:
 
         Everything in it is checked. Sub-indices that are damaged are left out and named in
         info().problems. read_only: beside a process that writes to it; shows what is there now.
+        shared: several processes open it so. The first one writes; the others follow it and find
+        what it takes in about half a second later, and when it ends, one of them takes over.
         fold_tokens, fold_interval (seconds): a log of so many tokens, or so old, becomes a
         sub-index. Other options as in __init__.
 
         Raises DatastoreError: it is missing, in use by another process, its manifest is damaged,
         or it was built for another vocabulary size or tokenizer than those given.
         """
-        folder = Folder(
+        opened = _open_shared if shared else Folder
+        folder = opened(
             os.fspath(path),
             vocab_size=vocab_size,
             tokenizer_fingerprint=tokenizer_fingerprint,
@@ -166,10 +188,16 @@ class Datastore:
                 folder=folder,
                 fold_tokens=fold_tokens,
                 fold_interval=fold_interval,
+                follow=shared and folder.read_only,
             )
         except BaseException:
             folder.close()
             raise
+
+    @property
+    def follows(self) -> bool:
+        """Whether another process writes to the folder now: then nothing can be added here."""
+        return isinstance(self._live, FollowingCollection)
 
     # -- served outputs --------------------------------------------------------------------
 
@@ -224,7 +252,10 @@ class Datastore:
 
     def close(self) -> None:
         """Ends the background work and gives the folder back; searches still work."""
-        self._live.close()
+        live = self._live
+        live.close()
+        if live is not self._live:  # which had just become the writer
+            self._live.close()
         if self._folder is not None:
             self._folder.close()
 
@@ -332,6 +363,7 @@ class Datastore:
         folder, counters = self._folder, self._live.counters()
         return DatastoreInfo(
             path=None if folder is None else folder.path,
+            follows=self.follows,
             vocab_size=self.vocab_size,
             tokenizer_fingerprint=self.tokenizer_fingerprint,
             max_tokens=self.max_tokens,
@@ -364,6 +396,32 @@ class Datastore:
         """Makes later searches see the present state."""
         self._snapshots = {}
 
+    def _take_over(self) -> bool:
+        """Become the writer if there is none any more; called by the thread that follows."""
+        following = self._folder
+        assert following is not None
+        try:
+            folder = Folder(
+                following.path,
+                vocab_size=self.vocab_size,
+                tokenizer_fingerprint=self.tokenizer_fingerprint,
+                create=False,
+                read_only=False,
+            )
+        except DatastoreInUse:
+            return False
+        try:
+            live = DurableCollection(folder, self._options, self._refresh)
+        except BaseException:
+            folder.close()
+            raise
+        folder.on_change = self._refresh
+        with self._lock:
+            self._folder, self._live = folder, live
+        self._refresh()
+        logger.info("The datastore %s had no writer any more: now it is this process", folder.path)
+        return True
+
     def _check_writable(self) -> None:
         if self._folder is not None and self._folder.read_only:
             raise DatastoreError(f"datastore {self._folder.path} was opened to be read only")
@@ -379,6 +437,23 @@ class Datastore:
 
     def _checked(self, tokens: TokenIds) -> np.ndarray:
         return as_token_ids(tokens, self.vocab_size - 1)
+
+
+def _open_shared(path: str, *, read_only: bool, **options: Any) -> Folder:
+    """The folder, to be written to if no other process does so, else to be followed."""
+    deadline = time.monotonic() + _CREATION_SECONDS
+    while True:
+        try:
+            return Folder(path, read_only=False, **options)
+        except DatastoreInUse:
+            pass
+        try:
+            return Folder(path, read_only=True, **options)
+        except DatastoreError:
+            # The process that was first has not written the manifest yet.
+            if manifest_stamp(path) is not None or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
 
 
 def check_name(what: str, name: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from .config import DatastoreError
 from .folder import Folder, SubIndexFile
 from .folding import FoldJob, FoldWorker
-from .live import count_taken, segment_limit
+from .live import count_taken, hides, segment_limit
 from .logs import LogOptions, LogSet
 from .manifest import FileEntry
 from .merging import Merger
@@ -116,7 +116,7 @@ class DurableCollection:
         fresh = self._logs.segments_of(namespace)
         hidden = [p.deletion for p in list(self._purges) if p.deletion.concerns(namespace)]
         folded = [s for f in self._folder.live_files for s in f.by_owner.get(namespace, ())]
-        return (*(s for s in folded if not _hides(hidden, s)), *fresh)
+        return (*(s for s in folded if not hides(hidden, s)), *fresh)
 
     def namespaces(self) -> dict[str, int]:
         """Tokens by namespace."""
@@ -304,11 +304,3 @@ def _concerns(deletion: Deletion, file: SubIndexFile) -> bool:
         deletion.concerns(owner) and deletion.takes(segment.documents).any()
         for owner, segment in file.segments
     )
-
-
-def _hides(deletions: list[Deletion], segment: Segment) -> bool:
-    """Whether a segment of a file is left out whole while deletions are pending.
-
-    Rewriting it is the fold process's work; until that is done a little less is found.
-    """
-    return any(deletion.takes(segment.documents).any() for deletion in deletions)

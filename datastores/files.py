@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from .config import DatastoreError
+from .config import DatastoreError, DatastoreInUse
 
 TEMPORARY_PREFIX = ".tmp-"
 
@@ -63,7 +63,7 @@ class FolderLock:
     """The right to write to a folder: one process at a time; a kill releases it."""
 
     def __init__(self, folder: str) -> None:
-        """DatastoreError if another process (or another object of this one) has it."""
+        """DatastoreInUse if another process (or another object of this one) has it."""
         path = os.path.join(folder, "LOCK")
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -76,7 +76,7 @@ class FolderLock:
         except OSError:
             holder = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._file)
-            raise DatastoreError(
+            raise DatastoreInUse(
                 f"datastore {folder} is in use by process {holder}: stop it first, or use its "
                 "HTTP routes"
             ) from None

@@ -18,7 +18,14 @@ from typing import Any
 from .config import DatastoreError
 from .container import read_container
 from .files import FolderLock, remove_file, remove_temporaries
-from .manifest import FileEntry, Manifest, check_same_tokenizer, read_manifest, write_manifest
+from .manifest import (
+    FileEntry,
+    Manifest,
+    check_same_tokenizer,
+    manifest_stamp,
+    read_manifest,
+    write_manifest,
+)
 from .segment import Segment
 
 logger = logging.getLogger(__name__)
@@ -91,6 +98,7 @@ class Folder:
 
     def _open(self, vocab_size: int | None, fingerprint: str | None, create: bool) -> None:
         for attempt in range(_READ_ATTEMPTS):
+            self._stamp = manifest_stamp(self.path)
             manifest = read_manifest(self.path)
             if manifest is None:
                 manifest = self._create(vocab_size, fingerprint, create)
@@ -107,6 +115,31 @@ class Folder:
             self._remove_unnamed()
         for problem in self.problems:
             logger.error("The datastore leaves a sub-index out: %s", problem)
+
+    def follow(self) -> bool:
+        """Of a folder that is read only: what its writer has changed since; False: nothing.
+
+        Raises DatastoreError: the manifest is damaged, or that of another tokenizer now; what was
+        there before is served on.
+        """
+        stamp = manifest_stamp(self.path)
+        if stamp is None or stamp == self._stamp:
+            return False
+        manifest = read_manifest(self.path)
+        if manifest is None:
+            return False
+        mine = self.manifest
+        check_same_tokenizer(self.path, manifest, mine.vocab_size, mine.tokenizer_fingerprint)
+        known = {file.entry: file for file in self.files}
+        files = tuple(known.get(entry) or self._map(entry) for entry in manifest.files)
+        new = [file for file in files if file.problem is not None and file.entry not in known]
+        if any(not os.path.exists(self.file_path(file.entry.name)) for file in new):
+            return False  # overtaken by the writer: there is a newer manifest
+        for file in new:
+            logger.error("The datastore leaves a sub-index out: %s", file.problem)
+        with self._changing:
+            self.manifest, self.files, self._stamp = manifest, files, stamp
+        return True
 
     def _create(self, vocab_size: int | None, fingerprint: str | None, create: bool) -> Manifest:
         if self.read_only or not create or vocab_size is None:

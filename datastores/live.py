@@ -343,6 +343,14 @@ def count_taken(deletion: Deletion, segments: Sequence[Segment]) -> int:
     return sum(int(lengths.sum()) for lengths in taken)
 
 
+def hides(deletions: Sequence[Deletion], segment: Segment) -> bool:
+    """Whether a segment of a file is left out whole while deletions are pending.
+
+    Rewriting it is the fold process's work; until that is done a little less is found.
+    """
+    return any(deletion.takes(segment.documents).any() for deletion in deletions)
+
+
 def _takes_document(deletion: Deletion, namespace: str, document: Document) -> bool:
     return (
         deletion.concerns(namespace)

@@ -203,7 +203,7 @@ class LogSet:
                 logger.warning("%s: %d bytes passed over", path, content.damaged_bytes)
             log = Log(number, self._new_live())
             log.tokens = sum(d.tokens.size for _, d in content.documents)
-            for namespace, documents in _grouped(content.documents).items():
+            for namespace, documents in by_namespace(content.documents).items():
                 built = build_segments(documents, manifest.vocab_size, self._segment_tokens)
                 log.live.append(namespace, list(built))
             log.live.seal()
@@ -259,7 +259,8 @@ class LogSet:
             raise DatastoreError("the datastore is closed")
 
 
-def _grouped(documents: list[tuple[str, Document]]) -> dict[str, list[Document]]:
+def by_namespace(documents: list[tuple[str, Document]]) -> dict[str, list[Document]]:
+    """The documents of each namespace, in their order."""
     groups: dict[str, list[Document]] = {}
     for namespace, document in documents:
         groups.setdefault(namespace, []).append(document)

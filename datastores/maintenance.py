@@ -19,9 +19,12 @@ from .suffix_array import _not_after, make_landmarks
 from .wal import read_log
 
 
-def check_folder(path: str | PathLike[str], tokenizer_fingerprint: str | None = None) -> None:
+def check_folder(
+    path: str | PathLike[str], tokenizer_fingerprint: str | None = None, shared: bool = False
+) -> None:
     """DatastoreError unless a server could serve from this folder, or create it; takes no time.
 
+    shared: as in Datastore.open(); another process may be writing to it.
     Sub-indices are not looked at: a damaged one is left out when the datastore is opened.
     """
     folder = os.path.abspath(fspath(path))
@@ -37,7 +40,8 @@ def check_folder(path: str | PathLike[str], tokenizer_fingerprint: str | None = 
         check_same_tokenizer(folder, manifest, None, tokenizer_fingerprint)
     elif set(os.listdir(folder)) - {"LOCK"}:
         raise DatastoreError(f"{folder} is not a datastore (it has no MANIFEST) and not empty")
-    FolderLock(folder).release()
+    if not shared:
+        FolderLock(folder).release()
 
 
 def verify_folder(path: str | PathLike[str]) -> list[str]:

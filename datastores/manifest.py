@@ -73,6 +73,15 @@ def read_manifest(folder: str) -> Manifest | None:
     return Manifest(**content)
 
 
+def manifest_stamp(folder: str) -> tuple[int, int, int] | None:
+    """What is another one after each write_manifest(); None if there is no manifest."""
+    try:
+        found = os.stat(os.path.join(folder, NAME))
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
 def write_manifest(folder: str, manifest: Manifest) -> None:
     """Replaces the folder's manifest. DatastoreError if it cannot: the old one is as it was."""
     content = {"format": _FORMAT, "version": VERSION, **asdict(manifest)}

@@ -143,14 +143,52 @@ def read_log(path: str, vocab_size: int, tokenizer_fingerprint: str) -> LogConte
         _check_header(path, header, vocab_size, tokenizer_fingerprint)
     else:  # the records have checksums of their own: save what can be saved
         content.damaged_bytes = HEADER_BYTES
-    _read_records(data, vocab_size, content)
+    _read_records(data, HEADER_BYTES, vocab_size, content)
     return content
 
 
-def _read_records(data: bytes, vocab_size: int, content: LogContent) -> None:
+class LogTail:
+    """Reads a log that another process writes, each record once. One thread at a time."""
+
+    def __init__(self, path: str, vocab_size: int, tokenizer_fingerprint: str) -> None:
+        self.path = path
+        self._vocab_size = vocab_size
+        self._fingerprint = tokenizer_fingerprint
+        self._at = 0
+
+    def read(self) -> LogContent:
+        """The intact records since the last call; one that is being written comes with the next.
+
+        Raises DatastoreError if it is another datastore's log, or cannot be read;
+        FileNotFoundError if its writer has removed it.
+        """
+        content = LogContent()
+        try:
+            with open(self.path, "rb") as file:
+                if os.fstat(file.fileno()).st_size <= max(self._at, HEADER_BYTES - 1):
+                    return content
+                file.seek(self._at)
+                data = file.read()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise DatastoreError(
+                f"cannot read log {self.path}: {error.strerror or error}"
+            ) from None
+        start = 0
+        if not self._at:
+            start, header = HEADER_BYTES, data[: _HEADER.size]
+            if _CHECKSUM.unpack_from(data, _HEADER.size)[0] == zlib.crc32(header):
+                _check_header(self.path, header, self._vocab_size, self._fingerprint)
+        self._at += _read_records(data, start, self._vocab_size, content)
+        return content
+
+
+def _read_records(data: bytes, at: int, vocab_size: int, content: LogContent) -> int:
+    """Adds the records from an offset on to `content`; the offset behind the last intact one."""
     dtype = np.dtype(token_dtype(vocab_size))
     marker = _CHECKSUM.pack(_RECORD_MAGIC)
-    at = HEADER_BYTES
+    end = at
     while at < len(data):
         payload = _payload_at(data, at)
         if payload is None:
@@ -161,6 +199,7 @@ def _read_records(data: bytes, vocab_size: int, content: LogContent) -> None:
             continue
         content.torn_only = content.damaged_bytes == 0
         at += _FRAME.size + len(payload)
+        end = at
         kind, number, digest, size = _PAYLOAD.unpack_from(payload)
         namespace = bytes(payload[_PAYLOAD.size : _PAYLOAD.size + size]).decode()
         content.last_number = max(content.last_number, number)
@@ -170,6 +209,7 @@ def _read_records(data: bytes, vocab_size: int, content: LogContent) -> None:
         else:
             wanted = None if digest == NO_DIGEST else digest
             content.deletions.append(Deletion(number, namespace or None, wanted))
+    return end
 
 
 def _payload_at(data: bytes, at: int) -> memoryview | None:

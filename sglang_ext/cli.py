@@ -1,4 +1,4 @@
-"""The console command: `sglang-ext serve | transcribe | captions | sweep | models | datastore`."""
+"""The console command: `sglang-ext serve | pd | transcribe | captions | sweep | ...`."""
 
 # SGLang's CPU engine needs a stand-in before any of its modules load, in this process and in
 # the ones it spawns (they import this module again), so this comes before everything else.
@@ -16,6 +16,7 @@ from sglang_ext import (  # noqa: E402
     __version__,
     captions,
     datastore_commands,
+    disaggregation,
     models,
     options,
     sweep,
@@ -43,13 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options.add_flags(serve)
     serve.set_defaults(func=run_serve)
+    disaggregation.add_commands(commands)
     transcribe.add_commands(commands)
     captions.add_commands(commands)
     sweep.add_commands(commands)
     models.add_commands(commands)
     datastore_commands.add_commands(commands)
     args, rest = parser.parse_known_args(argv)
-    if rest and args.func not in (run_serve, transcribe.run):
+    if rest and args.func not in (run_serve, transcribe.run, disaggregation.run):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.rest = rest
     try:
@@ -96,7 +98,10 @@ def _prepare(args: argparse.Namespace):
         argv += ["--served-model-name", model]
     if ON_CPU:
         from sglang_ext.cpu.defaults import default_cpu_args
+        from sglang_ext.disaggregation.on_cpu import prepare_environment
 
+        if flag_value(argv, "--disaggregation-mode") is not None:
+            prepare_environment()
         argv += default_cpu_args(argv)
     check_launch(argv, chosen)
 

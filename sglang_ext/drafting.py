@@ -77,6 +77,22 @@ class DraftPlanner:
         if self._active and self.requests.prefill(reqs) and self.metrics is not None:
             self.metrics.note_step("draft_prefill", time.perf_counter() - start)
 
+    def arrive(self, req: "Req") -> None:
+        """A request came whose prompt another server reads: what drafting needs is made now."""
+        if not self._active:
+            return
+        start = time.perf_counter()
+        if self.requests.arrive(req) and self.metrics is not None:
+            self.metrics.note_step("draft_prefill", time.perf_counter() - start)
+
+    def note_handed_over(self, running: Sequence[RunningRequest]) -> None:
+        """Report of requests in their first step how long drafts had been possible before it."""
+        for r in running:
+            if r.ready_at is not None and self.metrics is not None:
+                # When the scheduler saw that all KV was there.
+                self.metrics.note_draft_lead(r.req.time_stats.wait_queue_entry_time - r.ready_at)
+            r.ready_at = None
+
     def foresee(self, reqs: Sequence["Req"]) -> list[TokenTree]:
         """For each request that `prefill` was told of, a chain to be read behind its prompt."""
         chains = [TokenTree.empty()] * len(reqs)

@@ -31,11 +31,13 @@ _STEP_KINDS = {
     "prefill": "The target's passes over prompts, its encoder included.",
     "prefill_decoder": "An encoder-decoder target's decoder in these passes, without the encoder's "
     "K and V.",
-    "draft_prefill": "Drafters reading prompts (SpecASR: the draft's encoder).",
+    "draft_prefill": "Drafters reading prompts (SpecASR: the draft's encoder; on a decode server "
+    "all drafters).",
 }
 LOG_EVERY_S = 60.0
 _GAUGES_EVERY_S = 1.0
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+_LEADS = (-1.0, -0.1, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _SECONDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 
 
@@ -82,6 +84,12 @@ class SpeculationMetrics:
         )
         self._retrieval = histogram(
             "retrieval_seconds", "Seconds of drafting for one batch.", _SECONDS
+        )
+        self._draft_lead = histogram(
+            "draft_lead_seconds",
+            "Seconds from a drafter being ready for a request to all of the request's KV being "
+            "there from its prefill server; below 0: the KV waited.",
+            _LEADS,
         )
         self._steps, self._seconds = (
             {
@@ -143,6 +151,10 @@ class SpeculationMetrics:
         """A batch was drafted for."""
         self._retrieval.observe(seconds)
         self.note_step("draft", seconds)
+
+    def note_draft_lead(self, seconds: float) -> None:
+        """A request's drafter was ready so long before its KV was there."""
+        self._draft_lead.observe(seconds)
 
     def note_step(self, kind: str, seconds: float) -> None:
         """A step's part, one of _STEP_KINDS, took `seconds`."""

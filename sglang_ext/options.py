@@ -49,6 +49,11 @@ class Options:
     datastore_fold_tokens: int = _option(
         1 << 20, "tokens after which the datastore's log becomes a sub-index file", low=1
     )
+    datastore_shared: bool = _option(
+        False,
+        "several servers use the datastore's folder at once: the first one writes, the others "
+        "follow it, and one of them takes over when it ends",
+    )
     namespace_header: str = _option(
         "x-sglang-ext-namespace",
         "HTTP header that names a request's namespace; empty: custom_params.namespace only",

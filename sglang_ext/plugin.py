@@ -75,6 +75,11 @@ def _host_drafted_algorithm() -> type:
 
             return FutureMap(device, self, req_to_token_pool, *args, **kwargs)
 
+        def build_disagg_draft_input(self, batch: Any, last_tokens_tensor, future_map: Any):
+            from sglang_ext.disaggregation.handoff import first_draft_input
+
+            return first_draft_input(batch, last_tokens_tensor, future_map)
+
         def handle_server_args(self, server_args: Any) -> None:
             _resolve_server_args(server_args)
 

@@ -33,7 +33,7 @@ def check_launch(argv: Sequence[str], options: Options) -> None:
     for name in options.loaded_drafters():
         find(name)
     if options.datastore:
-        _check_datastore(argv, options.datastore)
+        _check_datastore(argv, options)
     if (flag_value(argv, "--speculative-algorithm") or "").upper() == ALGORITHM:
         _check_draft_model(flag_value(argv, "--model-path", "--model") or "", options)
 
@@ -64,7 +64,7 @@ def check_port(host: str, port: int) -> None:
             raise PreflightError(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
-def _check_datastore(argv: Sequence[str], path: str) -> None:
+def _check_datastore(argv: Sequence[str], options: Options) -> None:
     from transformers import AutoTokenizer
 
     from datastores import DatastoreError, check_folder
@@ -73,6 +73,6 @@ def _check_datastore(argv: Sequence[str], path: str) -> None:
     tokenizer_path = flag_value(argv, "--tokenizer-path", "--model-path", "--model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-        check_folder(path, fingerprint(tokenizer))
+        check_folder(options.datastore, fingerprint(tokenizer), shared=options.datastore_shared)
     except DatastoreError as error:
         raise PreflightError(f"--datastore: {error}") from None

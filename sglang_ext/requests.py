@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,9 @@ class RunningRequest:
     """Its tree in the last step, until what became of it is known (overlap only)."""
     drafted_at: int = 0
     """Length of the output when that tree was drafted."""
+    ready_at: float | None = None
+    """When its drafter was prepared while its KV was on its way (time.perf_counter), until that
+    has been reported."""
 
     @property
     def remaining_tokens(self) -> int:
@@ -165,7 +169,7 @@ class RequestTable:
         self._max_nodes = max_nodes
         self._limit = limit
         self._running: dict[str, RunningRequest] = {}
-        # Their prompts are read, their first step is still to come.
+        # Their prompts are read (here or elsewhere), their first step is still to come.
         self._prefilled: dict[str, RunningRequest] = {}
         self._calibrations = {name: Calibration() for name in [*drafters, NO_DRAFTER]}
 
@@ -215,6 +219,27 @@ class RequestTable:
             except Exception:
                 logger.exception("drafter failed in prefill; %d requests", len(drafts))
         return bool(new)
+
+    def arrive(self, req: "Req") -> bool:
+        """Tell a request's drafter of it while another server reads its prompt.
+
+        Returns:
+            whether it was told.
+        """
+        known = self._make(req, ())
+        hook = getattr(known.drafter, "prepare", None) or getattr(known.drafter, "prefill", None)
+        if hook is None or known.max_nodes == 0:
+            return False
+        try:
+            hook([known.draft])
+        except Exception:
+            logger.exception("drafter failed to prepare for request %s", req.rid)
+            return False
+        if len(self._prefilled) >= self._limit:  # those that failed on their way tell nobody
+            self._prefilled = {k: r for k, r in self._prefilled.items() if not r.req.finished()}
+        known.ready_at = time.perf_counter()
+        self._prefilled[req.rid] = known
+        return True
 
     def prefilled(self, req: "Req") -> RunningRequest | None:
         """A request whose prompt is being read; None: no drafter asked for it."""

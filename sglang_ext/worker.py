@@ -17,12 +17,13 @@ import torch
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import (
     get_device,
+    get_disagg,
     get_observability,
     get_parallel,
     get_schedule,
@@ -47,6 +48,7 @@ from sglang_ext.api import control
 from sglang_ext.bias import BiasedRows, prefer_next_tokens
 from sglang_ext.budget import CostModel, knee
 from sglang_ext.costs import costs_of
+from sglang_ext.disaggregation.arrivals import tell_of_arrivals
 from sglang_ext.drafters import Bias, DrafterContext
 from sglang_ext.drafters.corpora import Corpora, documents_of
 from sglang_ext.drafting import DraftPlanner
@@ -88,6 +90,7 @@ class SpeculativeWorker(BaseSpecWorker):
         self.adaptive_controller = None
         self.vocab_size: int = self.model_runner.model_config.vocab_size
         self.on_host = self.device == "cpu"
+        self._role: str = get_disagg().disaggregation_mode  # null, prefill or decode
 
         if self.model_runner.model_config.is_encoder_decoder and not self.on_host:
             raise ValueError(
@@ -118,8 +121,9 @@ class SpeculativeWorker(BaseSpecWorker):
             model_path=self.model_runner.model_config.model_path,
         )
         costs = costs_of(self.model_runner, get_parallel().tp_size)
-        # The other ranks get rank 0's trees: timing must not tell ranks apart.
-        active = get_parallel().tp_rank == 0
+        # The other ranks get rank 0's trees: timing must not tell ranks apart. What a prefill
+        # server reads is drafted for where it is decoded.
+        active = get_parallel().tp_rank == 0 and self._role != "prefill"
         self.planner = DraftPlanner(
             context,
             self.speculative_num_draft_tokens,
@@ -131,10 +135,12 @@ class SpeculativeWorker(BaseSpecWorker):
         )
         self._corpora = Corpora(self.planner.drafters.values())
         if self.on_host:
-            drafts = self.page_size == 1 and get_parallel().tp_size == 1
+            drafts = active and self.page_size == 1 and get_parallel().tp_size == 1
             self._host_prefill = HostPrefill(self._target_worker, self.planner, drafts)
         rank = get_parallel().dp_rank or 0
         self.control = control.serve(self.planner.drafters.values(), rank) if active else None
+        if self._role == "decode":
+            tell_of_arrivals()
         logger.info(
             "sglang-ext drafters: %s (default %s), up to %d nodes a step, budget %s",
             ", ".join(self.planner.drafters) or "none",
@@ -148,6 +154,10 @@ class SpeculativeWorker(BaseSpecWorker):
         if get_parallel().dp_rank is not None:
             labels["dp_rank"] = str(get_parallel().dp_rank)
         return SpeculationMetrics(labels)
+
+    def note_arrival(self, req: Req) -> None:
+        """A request came to this decode server; its prompt is being read elsewhere."""
+        self.planner.arrive(req)
 
     def clear_cache_pool(self) -> None:
         """/flush_cache: forget running requests; what was learned from finished ones stays."""
@@ -195,6 +205,8 @@ class SpeculativeWorker(BaseSpecWorker):
         if not batch.forward_mode.is_decode():
             return self._prefill(batch, on_publish, pp_proxy_tensors)
         running = self.planner.requests.update(batch.reqs, self._pending_tokens(batch))
+        if self._role == "decode":
+            self.planner.note_handed_over(running)
         head = self._take_known(batch, running)
         if head is not None and head.lens.all():
             # There is nothing left to compute.

@@ -7,8 +7,10 @@
 def register() -> None:
     """Register the attention backend, packed linear layers and CPU operators with SGLang."""
     from sglang_ext.cpu import attention, kv_store, linear, rotary
+    from sglang_ext.disaggregation import on_cpu
 
     attention.register()
     linear.register()
     rotary.register()
     kv_store.register()
+    on_cpu.register()

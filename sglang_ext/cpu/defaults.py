@@ -55,6 +55,9 @@ def default_cpu_args(argv: Sequence[str]) -> list[str]:
         # SGLang 0.5.23 stops with an assertion where a chunk ends within an encoder's input, as it
         # does when three Whisper requests come at once (1,500 tokens each, 4,096 in a chunk).
         defaults["--chunked-prefill-size"] = "-1"
+    if flag_value(argv, "--disaggregation-mode") == "decode":
+        # SGLang's default keeps what is retracted in memory that CUDA has pinned.
+        defaults["--disaggregation-decode-retraction-backup"] = "cpu_tensor"
     added: list[str] = []
     for flag, value in defaults.items():
         if not _has(argv, flag):

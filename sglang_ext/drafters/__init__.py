@@ -105,6 +105,9 @@ class Drafter(Protocol):
     A drafter may also have
     - `prefill(requests)`: called for requests whose prompt the target is about to read, before
       start; their output is empty. Not every request passes here (retracted ones may not).
+    - `prepare(requests)`: called instead when a request arrives at a decode server, while another
+      server reads its prompt: what takes time at start can be done here, before the request's KV
+      is there. Without it, `prefill` is called. Start follows, or nothing if the request fails.
     - `foresee(requests, max_nodes)`: called behind prefill, where a few tokens more cost the
       target little: a chain (TokenTree, maybe empty) for each request, whose output is empty.
       The target's own tokens come back through `verified`, before start.

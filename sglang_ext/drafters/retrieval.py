@@ -41,17 +41,24 @@ class RetrievalDrafter:
         self.datastore = open_datastore(context)
         warm_up(context.vocab_size)
         logger.info(
-            "SSSD datastore: %d tokens%s, live ingest %s",
+            "SSSD datastore: %d tokens%s%s, live ingest %s",
             self.datastore.num_tokens,
             f" from {options.datastore}" if options.datastore else "",
-            "on" if self.ingests else "off",
+            ", followed" if self.datastore.follows else "",
+            "on" if self.ingests and not self.datastore.follows else "off",
         )
+
+    def prepare(self, requests: Sequence[DraftRequest]) -> None:
+        """Index the prompts, which another server is still reading."""
+        for request in requests:
+            trie = InputTrie(self.config)
+            trie.extend(np.asarray(request.prompt, dtype=np.int64))
+            request.state = trie
 
     def start(self, request: DraftRequest) -> None:
         """Index the prompt; the output is indexed when it is searched."""
-        trie = InputTrie(self.config)
-        trie.extend(np.asarray(request.prompt, dtype=np.int64))
-        request.state = trie
+        if request.state is None:
+            self.prepare([request])
 
     def observe(self, request: DraftRequest, tokens: Sequence[int]) -> None:
         """Nothing to do: one call indexes the tokens of several plain steps."""
@@ -80,6 +87,8 @@ class RetrievalDrafter:
     def finish(self, request: DraftRequest, completed: bool) -> None:
         """Let the finished output join its namespace, under the name it can be deleted by."""
         request.state = None
+        if self.datastore.follows:
+            return  # the server that writes to it takes in what it has served itself
         if self.ingests and completed and request.params.get("ingest", True):
             self.datastore.add(
                 [*request.prompt[-PROMPT_TAIL:], *request.output],
@@ -120,5 +129,6 @@ def open_datastore(context: DrafterContext) -> Datastore:
         given["max_tokens"] = options.datastore_max_tokens
     if options.datastore:
         given["fold_tokens"] = options.datastore_fold_tokens
+        given["shared"] = options.datastore_shared
         return Datastore.open(options.datastore, **given)
     return Datastore(**given)

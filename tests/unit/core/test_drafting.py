@@ -365,3 +365,68 @@ def test_what_is_committed_in_a_step_leaves_less_room_for_its_trees(monkeypatch)
     running[0].req.output_ids += [2, 3, 4, 5, 7]
     plan.requests.update([running[0].req], None)
     assert drafter.calls[-1] == ("observe", "r", [7])
+
+
+class Preparing(Recorder):
+    def prepare(self, requests):
+        self.calls += [("prepare", r.rid, list(r.output)) for r in requests]
+        for r in requests:
+            r.state = "ready"
+
+
+def arriving(rid: str, **params: Any):
+    req = request(rid, [], **params)
+    req.finished = lambda: req.finished_reason is not None
+    req.time_stats = SimpleNamespace(wait_queue_entry_time=time.perf_counter() + 1.0)
+    return req
+
+
+def test_a_drafter_prepares_while_another_server_reads_the_prompt(monkeypatch):
+    drafter = Preparing(TokenTree.chain([7]))
+    plan = planner(monkeypatch, a=drafter)
+    plan.metrics = Mock()
+    req = arriving("r")
+    plan.arrive(req)
+    assert drafter.calls == [("prepare", "r", [])]
+    req.output_ids.append(10)
+    running = plan.requests.update([req], None)
+    assert drafter.calls[1:] == [("start", "r", [10])]
+    assert running[0].draft.state == "ready"
+    plan.note_handed_over(running)
+    plan.note_handed_over(running)
+    (lead,) = plan.metrics.note_draft_lead.call_args_list
+    assert 0.5 < lead.args[0] <= 1.0
+
+
+def test_drafters_without_prepare_read_the_prompt_at_arrival(monkeypatch):
+    drafter = Recorder(TokenTree.chain([7]))
+    drafter.prefill = lambda requests: drafter.calls.append(("prefill", requests[0].rid))
+    plan = planner(monkeypatch, a=drafter)
+    plan.arrive(arriving("r"))
+    plan.arrive(arriving("plain", drafter="none"))
+    plan.arrive(arriving("undrafted", draft_length=0))
+    assert drafter.calls == [("prefill", "r")]
+
+
+def test_a_drafter_that_fails_to_prepare_starts_later(monkeypatch, caplog):
+    drafter = Recorder(TokenTree.chain([7]))
+    drafter.prepare = Mock(side_effect=RuntimeError("no room"))
+    plan = planner(monkeypatch, a=drafter)
+    req = arriving("r")
+    plan.arrive(req)
+    req.output_ids.append(10)
+    plan.requests.update([req], None)
+    assert drafter.calls == [("start", "r", [10])]
+    assert "no room" in caplog.text
+
+
+def test_requests_whose_kv_never_came_are_forgotten(monkeypatch):
+    plan = planner(monkeypatch, a=Preparing(TokenTree.chain([7])))
+    failed = [arriving(f"failed {i}") for i in range(4)]
+    for req in failed:
+        plan.arrive(req)
+        req.finished_reason = object()
+    waiting = arriving("waiting")
+    plan.arrive(waiting)
+    assert [plan.requests.prefilled(req) for req in failed] == [None] * 4
+    assert plan.requests.prefilled(waiting) is not None

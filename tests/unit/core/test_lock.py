@@ -33,7 +33,17 @@ def test_each_dependency_is_locked_at_a_version_that_pyproject_allows(named):
 
 @pytest.mark.parametrize(
     "package",
-    ["openai-whisper", "silero-vad", "av", "datasets", "jiwer", "sacrebleu", "matplotlib"],
+    [
+        "openai-whisper",
+        "silero-vad",
+        "av",
+        "datasets",
+        "jiwer",
+        "sacrebleu",
+        "matplotlib",
+        "sglang-router",
+        "mooncake-transfer-engine-non-cuda",
+    ],
 )
 def test_what_a_dependency_itself_needs_is_locked(package):
     for line in importlib.metadata.requires(package) or []:

@@ -1,0 +1,172 @@
+"""`sglang-ext pd` for checks and tests: start, wait, find its servers, ask one pair of them."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import requests
+
+from scripts.server import KV_POOL, ServerError
+from sglang_ext.processes import free_port, kill_group, signal_group
+
+START_TIMEOUT_S = 600
+STOP_TIMEOUT_S = 90
+_READY = re.compile(r"^sglang-ext pd: (.+) is ready: (\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prefill and a decode server that a request is sent to without the router."""
+
+    prefill_url: str
+    bootstrap_port: int
+    decode_url: str
+
+    def generate(self, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """What the decode server answers to /generate; the prefill server gets the same request.
+
+        Raises:
+            requests.RequestException: one of them refused it or is gone.
+        """
+        room = {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": self.bootstrap_port,
+            "bootstrap_room": random.getrandbits(62),
+        }
+        with ThreadPoolExecutor(2) as pool:
+            prefill, decode = (
+                pool.submit(
+                    requests.post, url + "/generate", json={**body, **room}, timeout=timeout_s
+                )
+                for url in (self.prefill_url, self.decode_url)
+            )
+            for answer in (prefill.result(), decode.result()):
+                answer.raise_for_status()
+        return decode.result().json()
+
+
+class Disaggregated:
+    """One `sglang-ext pd` process on the loopback interface.
+
+    Args:
+        model: path, hub id or a name of `sglang-ext models list`.
+        args: further flags.
+        name: what to call it in messages.
+    """
+
+    def __init__(self, model: str, args: Sequence[str] = (), *, name: str = "pd"):
+        self.name = name
+        port = free_port()
+        self.base_url = f"http://127.0.0.1:{port}"
+        self.folder = Path(tempfile.mkdtemp(prefix=f"sglang-{name}-"))
+        self.log = self.folder / "pd.log"
+        self._command = [
+            sys.executable, "-m", "sglang_ext.cli", "pd", "--model", model, "--port", str(port),
+            "--log-dir", str(self.folder), *KV_POOL, *args,
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Disaggregated":
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "sglang-ext pd: ready:" not in self.output():
+            assert self._process is not None
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise ServerError(f"{self.name} did not come up:\n{self.output()[-4000:]}")
+            time.sleep(0.3)
+
+    def output(self) -> str:
+        """What the command itself has printed."""
+        return self.log.read_text(errors="replace")
+
+    def server_log(self, member: str) -> str:
+        """What one of its servers ("decode 1") has printed."""
+        path = self.folder / f"{member.replace(' ', '-')}.log"
+        return path.read_text(errors="replace")
+
+    def stop(self) -> None:
+        """End all of it."""
+        if self._process is None:
+            return
+        signal_group(self._process, signal.SIGTERM)
+        # It has servers of its own to stop first.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=STOP_TIMEOUT_S)
+        kill_group(self._process)
+        self._process = None
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """Addresses by name: "prefill 1", "decode 1", "router"."""
+        return dict(_READY.findall(self.output()))
+
+    def pid(self, member: str) -> int:
+        """The process of a server that runs now.
+
+        Raises:
+            ServerError: it is not there.
+        """
+        port = self.urls[member].rsplit(":", 1)[1]
+        assert self._process is not None
+        for child in psutil.Process(self._process.pid).children():
+            command = child.cmdline()
+            if any(a == "--port" and b == port for a, b in zip(command, command[1:], strict=False)):
+                return child.pid
+        raise ServerError(f"{self.name}: {member} does not run")
+
+    def pair(self, decode: int = 1) -> Pair:
+        """The first prefill server with one of the decode servers."""
+        assert self._process is not None
+        command = psutil.Process(self.pid("prefill 1")).cmdline()
+        bootstrap = int(command[command.index("--disaggregation-bootstrap-port") + 1])
+        return Pair(self.urls["prefill 1"], bootstrap, self.urls[f"decode {decode}"])
+
+    def kill(self, member: str) -> None:
+        """kill -9 of a server and all that it started; the command starts it again."""
+        process = psutil.Process(self.pid(member))
+        for victim in [process, *process.children(recursive=True)]:
+            victim.kill()
+
+    def ready_count(self, member: str) -> int:
+        """How often a server was reported ready."""
+        return sum(name == member for name, _ in _READY.findall(self.output()))
+
+    def wait_until_ready_again(self, member: str, times: int) -> None:
+        """Returns when it was reported ready more than `times` times.
+
+        Raises:
+            ServerError: that takes too long, or the command ended.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self.ready_count(member) <= times:
+            assert self._process is not None
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise ServerError(f"{member} did not come up again:\n{self.output()[-4000:]}")
+            time.sleep(0.3)

@@ -1,0 +1,126 @@
+"""Processes that are started, watched and stopped together: small HTTP servers in their place."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from sglang_ext.disaggregation.cluster import Cluster, ClusterError, Member
+from sglang_ext.processes import free_port
+
+SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args):
+        pass
+print("listening", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def member(name: str) -> Member:
+    port = free_port()
+    return Member(name, [sys.executable, "-c", SERVER, str(port)], f"http://127.0.0.1:{port}")
+
+
+def failing(name: str) -> Member:
+    command = [sys.executable, "-c", "print('no model'); raise SystemExit(3)"]
+    return Member(name, command, f"http://127.0.0.1:{free_port()}")
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx.get(url + "/health", timeout=2).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def test_all_start_and_stop_together(tmp_path: Path) -> None:
+    said: list[str] = []
+    members = [member("prefill 1"), member("decode 1")]
+    with Cluster(members, tmp_path, said.append, restart=True) as cluster:
+        cluster.wait()
+        assert all(is_up(m.url) for m in members)
+    assert sorted(said) == sorted(f"{m.name} is ready: {m.url}" for m in members)
+    assert not any(is_up(m.url) for m in members)
+    assert (tmp_path / "prefill-1.log").read_text() == "listening\n"
+
+
+def test_one_that_does_not_start_ends_all_with_its_last_words(tmp_path: Path) -> None:
+    good = member("prefill 1")
+    with (
+        pytest.raises(ClusterError, match=r"decode 1 did not start \(exit code 3\):\nno model"),
+        Cluster([good, failing("decode 1")], tmp_path, print, restart=True) as cluster,
+    ):
+        cluster.wait()
+    assert not is_up(good.url)
+
+
+def kill_soon(members: list[Member]) -> None:
+    def kill() -> None:
+        assert members[0].process is not None
+        os.kill(members[0].process.pid, signal.SIGKILL)
+
+    threading.Timer(0.3, kill).start()
+
+
+def test_one_that_ends_is_started_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    members = [member("prefill 1"), member("decode 1")]
+
+    def say(line: str) -> None:
+        said.append(line)
+        if said.count(f"prefill 1 is ready: {members[0].url}") == 2:
+            raise KeyboardInterrupt
+
+    with Cluster(members, tmp_path, say, restart=True) as cluster:
+        cluster.wait()
+        assert members[1].process is not None
+        other = members[1].process.pid
+        kill_soon(members)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.watch()
+        assert is_up(members[0].url)
+        assert members[1].process.pid == other
+    assert "prefill 1 ended (exit code -9); starting it again" in said
+
+
+def test_without_restarts_all_end_with_one(tmp_path: Path) -> None:
+    members = [member("prefill 1"), member("decode 1")]
+    with Cluster(members, tmp_path, print, restart=False) as cluster:
+        cluster.wait()
+        kill_soon(members)
+        with pytest.raises(ClusterError, match=r"prefill 1 ended \(exit code -9\)"):
+            cluster.watch()
+    assert not any(is_up(m.url) for m in members)
+
+
+def test_one_that_never_comes_up_again_is_given_up(tmp_path: Path) -> None:
+    members = [member("decode 1")]
+    with Cluster(members, tmp_path, print, restart=True) as cluster:
+        cluster.wait()
+        members[0].command = failing("decode 1").command
+        kill_soon(members)
+        with pytest.raises(ClusterError, match="3 times before it was ready"):
+            cluster.watch()
+
+
+def test_a_members_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PD_TEST_HAS", "1")
+    show = "import os; print(os.environ.get('PD_TEST_HAS'), os.environ.get('PD_TEST_NEW'))"
+    made = Member(
+        "a", [sys.executable, "-c", show], "http://127.0.0.1:1",
+        env={"PD_TEST_NEW": "2"}, without=["PD_TEST_HAS"],
+    )  # fmt: skip
+    made.start(tmp_path)
+    assert made.process is not None
+    made.process.wait()
+    time.sleep(0.1)
+    assert made.tail() == "None 2"

@@ -1,0 +1,94 @@
+"""`sglang-ext pd`: what it refuses, and the command lines of its servers."""
+
+import argparse
+import socket
+
+import pytest
+
+from sglang_ext import cli, disaggregation
+from sglang_ext.disaggregation import command
+from sglang_ext.disaggregation.command import check_command, plan_members
+from sglang_ext.preflight import PreflightError
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    disaggregation.add_commands(parser.add_subparsers())
+    args, args.rest = parser.parse_known_args(["pd", *argv])
+    return args
+
+
+def commands(*argv: str) -> dict[str, str]:
+    return {m.name: " ".join(m.command) for m in plan_members(parsed(*argv))}
+
+
+def test_each_server_gets_its_part(monkeypatch):
+    made = commands(
+        "--model", "m", "--prefill", "2", "--decode", "2", "--port", "31000",
+        "--speculative-algorithm", "SSSD", "--prefill-flags", "--chunked-prefill-size 512",
+        "--decode-flags=--max-running-requests 8",
+    )  # fmt: skip
+    assert list(made) == ["prefill 1", "prefill 2", "decode 1", "decode 2", "router"]
+    for name, line in made.items():
+        assert ("--disaggregation-mode prefill" in line) == name.startswith("prefill")
+        assert ("--disaggregation-mode decode" in line) == name.startswith("decode")
+        assert ("--chunked-prefill-size 512" in line) == name.startswith("prefill")
+        assert ("--max-running-requests 8" in line) == name.startswith("decode")
+        assert ("--speculative-algorithm SSSD" in line) == (name != "router")
+    router = made["router"]
+    assert "--mini-lb" in router and "--port 31000" in router
+    assert router.count("--prefill http") == 2 and router.count("--decode http") == 2
+
+
+def test_ports_are_all_different():
+    members = plan_members(parsed("--model", "m", "--prefill", "3", "--decode", "3"))
+    assert len({m.url for m in members}) == 7
+
+
+def test_decode_servers_share_a_datastore_and_prefill_servers_have_none():
+    one = plan_members(parsed("--model", "m"))
+    assert [dict(m.env) for m in one] == [{}, {}, {}]
+    assert list(one[0].without) == ["SGLANG_EXT_DATASTORE"]
+    two = plan_members(parsed("--model", "m", "--decode", "2"))
+    shared = {"SGLANG_EXT_DATASTORE_SHARED": "1"}
+    assert [dict(m.env) for m in two] == [{}, shared, shared, {}]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--model is missing"),
+        (["--model", "m", "--disaggregation-mode", "decode"], "--disaggregation-mode is set by"),
+        (["--model", "m", "--decode-flags=--port 1"], "--port is set by"),
+    ],
+)
+def test_refusals(argv, message, monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: object())
+    with pytest.raises(PreflightError, match=message):
+        check_command(parsed(*argv))
+
+
+@pytest.mark.parametrize("package", ["mooncake", "sglang_router"])
+def test_a_missing_package_is_named(package, monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == package else object())
+    with pytest.raises(PreflightError, match=package.replace("_", "-")):
+        check_command(parsed("--model", "m"))
+
+
+def test_a_taken_port_is_a_usage_error(monkeypatch, capsys):
+    monkeypatch.setattr(command, "find_spec", lambda name: object())
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert cli.main(["pd", "--model", "m", "--port", port]) == 2
+    assert f"port {port} on 127.0.0.1 is in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv", [["--prefill", "0"], ["--decode", "x"], ["--port", "70000"], ["--restart", "2"]]
+)
+def test_wrong_numbers_are_usage_errors(argv, capsys):
+    with pytest.raises(SystemExit):
+        parsed("--model", "m", *argv)
+    assert "expected" in capsys.readouterr().err

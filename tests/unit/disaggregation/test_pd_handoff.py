@@ -1,0 +1,105 @@
+"""What a decode server's worker and drafters are told of requests that others prefill."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.disaggregation import arrivals, handoff, on_cpu
+
+STRIDE = 4
+
+
+@pytest.fixture
+def spec(monkeypatch):
+    from sglang.srt import runtime_context
+
+    monkeypatch.setattr(
+        runtime_context, "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=STRIDE)
+    )
+
+
+def batch(overlap: bool) -> Any:
+    return SimpleNamespace(
+        reqs=[object(), object()],
+        device="cpu",
+        seq_lens=torch.tensor([7, 9]),
+        req_pool_indices=torch.tensor([1, 3]),
+        enable_overlap=overlap,
+    )
+
+
+class FutureMap:
+    def __init__(self) -> None:
+        self.published: Any = None
+        self.stashed: Any = None
+
+    def publish(self, indices, seq_lens) -> None:
+        self.published = indices.tolist(), seq_lens.tolist()
+
+    def stash(self, indices, payload) -> None:
+        self.stashed = indices.tolist(), payload
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_first_step_starts_from_the_prefills_token(spec, overlap):
+    relay = FutureMap()
+    made = handoff.first_draft_input(batch(overlap), torch.tensor([50, 60]), relay)
+    assert made.draft_token_num == STRIDE
+    assert made.new_seq_lens.tolist() == [7, 9]
+    assert made.accept_tokens.view(2, STRIDE)[:, 0].tolist() == [50, 60]
+    # They are in output_ids already, and must not be taken for pending ones.
+    assert made.accept_lens.tolist() == [0, 0]
+    if overlap:
+        assert relay.published == ([1, 3], [7, 9])
+        assert relay.stashed[0] == [1, 3]
+        assert relay.stashed[1].accept_lens.tolist() == [0, 0]
+    else:
+        assert relay.published is None
+
+
+class Worker:
+    def __init__(self, broken: bool = False) -> None:
+        self.arrived: list[Any] = []
+        self._broken = broken
+
+    def note_arrival(self, req: Any) -> None:
+        if self._broken:
+            raise RuntimeError("no state")
+        self.arrived.append(req)
+
+
+def request(finished: bool = False) -> Any:
+    return SimpleNamespace(rid="r", finished=lambda: finished)
+
+
+def test_new_requests_are_told_of_and_others_not():
+    worker = Worker()
+    queue = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker))
+    new = request()
+    arrivals._arrived(None, queue, new)
+    arrivals._arrived(None, queue, request(), is_retracted=True)
+    arrivals._arrived(None, queue, request(), is_rebootstrap=True)
+    arrivals._arrived(None, queue, request(finished=True))
+    assert worker.arrived == [new]
+
+
+def test_a_worker_that_fails_costs_nothing(caplog):
+    queue = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=Worker(broken=True)))
+    arrivals._arrived(None, queue, request())
+    assert "the arrival of request r was not noted" in caplog.text
+
+
+def test_on_a_cpu_mooncake_uses_tcp_unless_told_otherwise():
+    env = {"MC_FORCE_TCP": "0"}
+    on_cpu.prepare_environment(env)
+    assert env == {"MC_FORCE_TCP": "0", "MOONCAKE_PROTOCOL": "tcp"}
+
+
+def test_senders_wait_for_no_cuda_event():
+    sender = type("Sender", (), {"supports_host_tensor_indices": True})
+    receiver = type("Receiver", (), {"supports_host_tensor_indices": True})
+    on_cpu._without_cuda_indices(sender, None, SimpleNamespace(value="sender"))
+    on_cpu._without_cuda_indices(receiver, None, SimpleNamespace(value="receiver"))
+    assert not sender.supports_host_tensor_indices and receiver.supports_host_tensor_indices
