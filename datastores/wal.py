@@ -172,9 +172,8 @@ class LogTail:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise DatastoreError(
-                f"cannot read log {self.path}: {error.strerror or error}"
-            ) from None
+            reason = error.strerror or error
+            raise DatastoreError(f"cannot read log {self.path}: {reason}") from None
         start = 0
         if not self._at:
             start, header = HEADER_BYTES, data[: _HEADER.size]

@@ -1,6 +1,7 @@
 """`sglang-ext pd` for checks and tests: start, wait, find its servers, ask one pair of them."""
 
 import contextlib
+import itertools
 import os
 import random
 import re
@@ -137,7 +138,7 @@ class Disaggregated:
         assert self._process is not None
         for child in psutil.Process(self._process.pid).children():
             command = child.cmdline()
-            if any(a == "--port" and b == port for a, b in zip(command, command[1:], strict=False)):
+            if ("--port", port) in itertools.pairwise(command):
                 return child.pid
         raise ServerError(f"{self.name}: {member} does not run")
 

@@ -85,11 +85,8 @@ def answers(
 
 def differing(label: str, expected: Sequence[Completion], given: Sequence[Completion]) -> int:
     """How many answers are others; says which."""
-    wrong = [
-        i
-        for i, (a, b) in enumerate(zip(expected, given, strict=True))
-        if a.token_ids != b.token_ids
-    ]
+    pairs = enumerate(zip(expected, given, strict=True))
+    wrong = [number for number, (a, b) in pairs if a.token_ids != b.token_ids]
     mean = sum(answer.accept_length for answer in given) / len(given)
     places = f" ({', '.join(f'#{i}' for i in wrong[:5])})" if wrong else ""
     print(

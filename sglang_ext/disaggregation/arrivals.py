@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def tell_of_arrivals() -> None:
-    """From now on the worker's `note_arrival` is called for each; in a decode server's scheduler."""
+    """Have the worker's `note_arrival` called for each; in a decode server's scheduler."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(

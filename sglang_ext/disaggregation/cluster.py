@@ -117,10 +117,10 @@ class Cluster:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not all(member.ready for member in self.members):
             for member in self.members:
-                if member.ended() is not None:
-                    raise ClusterError(
-                        f"{member.name} did not start (exit code {member.ended()}):\n{member.tail()}"
-                    )
+                code = member.ended()
+                if code is not None:
+                    words = f"did not start (exit code {code}):\n{member.tail()}"
+                    raise ClusterError(f"{member.name} {words}")
                 self._look(member)
             if time.monotonic() > deadline:
                 late = ", ".join(m.name for m in self.members if not m.ready)

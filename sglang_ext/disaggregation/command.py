@@ -54,7 +54,7 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     command.add_argument(
         "--router", choices=("mini", "rust"), default="mini",
-        help="sglang-router's; rust has policies and retries, but drops custom_params [%(default)s]",
+        help="of sglang-router; rust has policies and retries, drops custom_params [%(default)s]",
     )  # fmt: skip
     command.add_argument("--router-flags", default="", help="further flags of the router")
     command.add_argument(
