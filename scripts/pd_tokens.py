@@ -17,7 +17,7 @@ IN_FLIGHT = 4
 # Spec-Bench prompts joined to one of so many tokens.
 LONG_TOKENS = 4096
 # Each prompt is answered so often by each method for the speeds.
-ROUNDS = 3
+ROUNDS = 2
 _PLAIN: dict[str, Any] = {"drafter": "none", "ingest": False}
 
 
@@ -47,7 +47,7 @@ def check(options: argparse.Namespace) -> dict[str, float]:
         figures["mismatches"] = wrong
         single = stack.enter_context(Server(options.model, SSSD, name="single-sssd"))
         answers(single.base_url, [*prompts, *long], options.tokens, {})
-        some = [*prompts[: 4 * (len(long) or 1)], *long]
+        some = [*prompts[: 3 * (len(long) or 1)], *long]
         figures |= speeds(pd, single, some, options.tokens)
         figures |= leads(pd)
     return figures
