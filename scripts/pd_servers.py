@@ -1,7 +1,6 @@
 """`sglang-ext pd` for checks and tests: start, wait, find its servers, ask one pair of them."""
 
 import contextlib
-import itertools
 import os
 import random
 import re
@@ -24,7 +23,7 @@ from sglang_ext.processes import free_port, kill_group, signal_group
 
 START_TIMEOUT_S = 600
 STOP_TIMEOUT_S = 90
-_READY = re.compile(r"^sglang-ext pd: (.+) is ready: (\S+)$", re.MULTILINE)
+_READY = re.compile(r"^sglang-ext pd: (.+) is ready: (\S+) \(process (\d+)\)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -126,25 +125,14 @@ class Disaggregated:
     @property
     def urls(self) -> dict[str, str]:
         """Addresses by name: "prefill 1", "decode 1", "router"."""
-        return dict(_READY.findall(self.output()))
+        return {name: url for name, url, _ in _READY.findall(self.output())}
 
     def pid(self, member: str) -> int:
-        """The process of a server that runs now.
-
-        Raises:
-            ServerError: it is not there.
-        """
-        port = self.urls[member].rsplit(":", 1)[1]
-        assert self._process is not None
-        for child in psutil.Process(self._process.pid).children():
-            command = child.cmdline()
-            if ("--port", port) in itertools.pairwise(command):
-                return child.pid
-        raise ServerError(f"{self.name}: {member} does not run")
+        """The process of a server when it was last ready."""
+        return {name: int(pid) for name, _, pid in _READY.findall(self.output())}[member]
 
     def pair(self, decode: int = 1) -> Pair:
         """The first prefill server with one of the decode servers."""
-        assert self._process is not None
         command = psutil.Process(self.pid("prefill 1")).cmdline()
         bootstrap = int(command[command.index("--disaggregation-bootstrap-port") + 1])
         return Pair(self.urls["prefill 1"], bootstrap, self.urls[f"decode {decode}"])
@@ -157,7 +145,7 @@ class Disaggregated:
 
     def ready_count(self, member: str) -> int:
         """How often a server was reported ready."""
-        return sum(name == member for name, _ in _READY.findall(self.output()))
+        return sum(name == member for name, *_ in _READY.findall(self.output()))
 
     def wait_until_ready_again(self, member: str, times: int) -> None:
         """Returns when it was reported ready more than `times` times.

@@ -153,7 +153,8 @@ class Cluster:
     def _look(self, member: Member) -> None:
         if not member.ready and member.answers():
             member.ready, member.failed_starts = True, 0
-            self._say(f"{member.name} is ready: {member.url}")
+            assert member.process is not None
+            self._say(f"{member.name} is ready: {member.url} (process {member.process.pid})")
 
     def _start_again(self, member: Member, code: int) -> None:
         if not self._restart:

@@ -54,9 +54,7 @@ def test_tokens_are_a_single_servers(
 ) -> None:
     asked = [p.input_ids for p in prompts]
     expected = generate_all(plain_server.base_url, asked, in_flight=4, max_new_tokens=40)
-    given = generate_all(
-        pd.base_url, asked, in_flight=4, max_new_tokens=40, params=params or None
-    )
+    given = generate_all(pd.base_url, asked, in_flight=4, max_new_tokens=40, params=params or None)
     assert ids(given) == ids(expected)
 
 
@@ -140,9 +138,7 @@ def test_aborted_requests_leave_room_for_others(
         list(pool.map(leave, prompts))
     expected = generate(plain_server.base_url, prompts[0].input_ids, max_new_tokens=24)
     assert generate(pd.base_url, prompts[0].input_ids, max_new_tokens=24) is not None
-    given = generate_all(
-        pd.base_url, [prompts[0].input_ids] * 8, in_flight=8, max_new_tokens=24
-    )
+    given = generate_all(pd.base_url, [prompts[0].input_ids] * 8, in_flight=8, max_new_tokens=24)
     assert ids(given) == [expected.token_ids] * 8
 
 

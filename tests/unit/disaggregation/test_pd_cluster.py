@@ -48,7 +48,11 @@ def test_all_start_and_stop_together(tmp_path: Path) -> None:
     with Cluster(members, tmp_path, said.append, restart=True) as cluster:
         cluster.wait()
         assert all(is_up(m.url) for m in members)
-    assert sorted(said) == sorted(f"{m.name} is ready: {m.url}" for m in members)
+        pids = [m.process.pid for m in members if m.process is not None]
+    ready = [
+        f"{m.name} is ready: {m.url} (process {pid})" for m, pid in zip(members, pids, strict=True)
+    ]
+    assert sorted(said) == sorted(ready)
     assert not any(is_up(m.url) for m in members)
     assert (tmp_path / "prefill-1.log").read_text() == "listening\n"
 
@@ -77,7 +81,7 @@ def test_one_that_ends_is_started_again(tmp_path: Path) -> None:
 
     def say(line: str) -> None:
         said.append(line)
-        if said.count(f"prefill 1 is ready: {members[0].url}") == 2:
+        if sum(line.startswith("prefill 1 is ready: ") for line in said) == 2:
             raise KeyboardInterrupt
 
     with Cluster(members, tmp_path, say, restart=True) as cluster:
