@@ -163,5 +163,5 @@ def test_sigterm_ends_all_of_it(pd: Disaggregated) -> None:
     family = [p for pid in pids for p in psutil.Process(pid).children(recursive=True)]
     pd.stop()
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    gone, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
