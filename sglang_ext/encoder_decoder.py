@@ -87,7 +87,7 @@ def runs_at_prefill_only(name: str) -> bool:
 
 
 def register() -> None:
-    """Zero the key biases that Whisper does not have; once in every process, before models load.
+    """Mend what SGLang lacks for Whisper; once in every process, before models load.
 
     SGLang's fused q/k/v projection has a bias for the keys too and leaves it as allocated, except
     in the decoder's cross-attention: whatever stood in that memory would be added.
@@ -99,6 +99,33 @@ def register() -> None:
         _zero_key_biases,
         HookType.BEFORE,
     )
+    HookRegistry.register(
+        "sglang.srt.disaggregation.decode_schedule_batch_mixin."
+        "ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt",
+        _take_encoder_lens,
+        HookType.AFTER,
+    )
+
+
+def _take_encoder_lens(_result: None, batch: "ScheduleBatch") -> None:
+    """Part encoder tokens from decoder tokens where another server has read the prompts.
+
+    As prepare_encoder_info_extend does behind a prefill; SGLang 0.5.23 does not for disaggregation,
+    and its decode server stops at the first request of an encoder-decoder model. What came over is
+    whole: the encoder's tokens stand first in the prompt, and so does their KV in the pool's row.
+    """
+    if not batch.model_config.is_encoder_decoder:
+        return
+    inputs = [req.multimodal_inputs for req in batch.reqs]
+    lens = [0 if i is None else i.num_image_tokens or 0 for i in inputs]
+    batch.encoder_lens_cpu = lens
+    batch.encoder_lens = torch.tensor(lens, dtype=torch.int64, device=batch.device)
+    batch.encoder_cached = [True] * len(lens)
+    batch.encoder_out_cache_loc = torch.zeros(0, dtype=torch.int64, device=batch.device)
+    batch.seq_lens = batch.seq_lens - batch.encoder_lens
+    batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(lens)
+    batch.orig_seq_lens = batch.orig_seq_lens - batch.encoder_lens.to(torch.int32)
+    batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
 
 
 def _zero_key_biases(model: Any, *_args: Any, **_kwargs: Any) -> None:
