@@ -1,6 +1,7 @@
 """What Whisper targets need: slots after the encoder's, features, key biases."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -79,3 +80,35 @@ def test_key_biases_are_zeroed_before_weights_are_loaded():
     before = model["fc1"].bias.clone()
     encoder_decoder._zero_key_biases(model)
     assert not model["a"]["qkv_proj"].bias.any() and model["fc1"].bias.equal(before)
+
+
+def prebuilt(encoder_decoder: bool) -> Any:
+    """A decode server's batch of a request with audio and one without, as SGLang makes it."""
+    audio = SimpleNamespace(num_image_tokens=5)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(is_encoder_decoder=encoder_decoder),
+        reqs=[SimpleNamespace(multimodal_inputs=audio), SimpleNamespace(multimodal_inputs=None)],
+        device="cpu",
+        seq_lens=torch.tensor([9, 3]),
+        seq_lens_cpu=torch.tensor([9, 3]),
+        orig_seq_lens=torch.tensor([9, 3], dtype=torch.int32),
+        seq_lens_sum=12,
+    )
+
+
+def test_encoder_tokens_that_came_from_a_prefill_server_are_parted():
+    batch = prebuilt(encoder_decoder=True)
+    encoder_decoder._take_encoder_lens(None, batch)
+    assert batch.encoder_lens.tolist() == batch.encoder_lens_cpu == [5, 0]
+    assert batch.encoder_cached == [True, True]
+    assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist() == [4, 3]
+    assert batch.orig_seq_lens.tolist() == [4, 3]
+    assert batch.orig_seq_lens.dtype == torch.int32
+    assert batch.seq_lens_sum == 7
+    assert encoder_decoder.decoder_starts(batch).tolist() == [9, 3]
+
+
+def test_decoder_only_models_are_left_as_they_are():
+    batch = prebuilt(encoder_decoder=False)
+    encoder_decoder._take_encoder_lens(None, batch)
+    assert batch.seq_lens.tolist() == [9, 3] and not hasattr(batch, "encoder_lens")
