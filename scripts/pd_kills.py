@@ -17,7 +17,10 @@ from scripts.prompts import spec_bench
 # Longer than any answer takes here; a request that is not over by then hangs.
 REQUEST_TIMEOUT_S = 120.0
 _CLIENTS = 4
-_BETWEEN_S = 3.0
+# So long after a kill the clients ask on as before, for the requests that it hits and the next ones;
+# then more slowly, since a server that starts beside them needs the cores.
+_UNDER_LOAD_S = 15.0
+_SLOWLY_S = 3.0
 _TOKENS = 48
 
 
@@ -28,6 +31,11 @@ class Load:
         url: of the router.
         prompts: token ids.
         expected: the right answer to each.
+
+    Attributes:
+        outcomes: how many requests ended how.
+        wrong: what came instead of right answers.
+        slowly: while it is set, clients pause between requests.
     """
 
     def __init__(
@@ -39,6 +47,7 @@ class Load:
         self._cases = itertools.cycle(list(zip(prompts, expected, strict=True)))
         self._next = threading.Lock()
         self._ending = threading.Event()
+        self.slowly = threading.Event()
         self._threads = [threading.Thread(target=self._run) for _ in range(_CLIENTS)]
 
     def __enter__(self) -> "Load":
@@ -64,7 +73,9 @@ class Load:
                 prompt, expected = next(self._cases)
             outcome = self._ask(prompt, expected)
             self.outcomes[outcome] += 1
-            if outcome == "refused":
+            if self.slowly.is_set():
+                self._ending.wait(_SLOWLY_S)
+            elif outcome == "refused":
                 time.sleep(0.5)  # the router is away
 
     def _ask(self, prompt: Sequence[int], expected: list[int]) -> str:
@@ -111,7 +122,10 @@ def check(options: argparse.Namespace) -> dict[str, float]:
                 others = {name: pd.pid(name) for name in members if name != member}
                 times, before = pd.ready_count(member), Counter(load.outcomes)
                 pd.kill(member)
+                time.sleep(_UNDER_LOAD_S)
+                load.slowly.set()
                 pd.wait_until_ready_again(member, times)
+                load.slowly.clear()
                 kills += 1
                 # All go on: one that came back, and those that stayed.
                 good = load.right_after(2 * _CLIENTS, REQUEST_TIMEOUT_S)
@@ -120,7 +134,6 @@ def check(options: argparse.Namespace) -> dict[str, float]:
                 since = Counter(load.outcomes) - before
                 state = "goes on" if good else "DOES NOT GO ON"
                 print(f"kill {kills}, {member}: {dict(since)}, {state}", flush=True)
-                time.sleep(_BETWEEN_S)
     for line in load.wrong[:5]:
         print(f"    wrong: {line}")
     outcomes = load.outcomes
