@@ -17,7 +17,7 @@ from scripts.prompts import spec_bench
 # Longer than any answer takes here; a request that is not over by then hangs.
 REQUEST_TIMEOUT_S = 120.0
 _CLIENTS = 4
-# So long after a kill the clients ask on as before, for the requests that it hits and the next ones;
+# So long after a kill the clients ask on as before, for the requests that it hits and later ones;
 # then more slowly, since a server that starts beside them needs the cores.
 _UNDER_LOAD_S = 15.0
 _SLOWLY_S = 3.0
