@@ -97,9 +97,18 @@ def test_on_a_cpu_mooncake_uses_tcp_unless_told_otherwise():
     assert env == {"MC_FORCE_TCP": "0", "MOONCAKE_PROTOCOL": "tcp"}
 
 
-def test_senders_wait_for_no_cuda_event():
+def test_senders_wait_for_no_cuda_event(monkeypatch):
+    monkeypatch.setattr(on_cpu, "_rest_between_polls", lambda: None)
     sender = type("Sender", (), {"supports_host_tensor_indices": True})
     receiver = type("Receiver", (), {"supports_host_tensor_indices": True})
-    on_cpu._without_cuda_indices(sender, None, SimpleNamespace(value="sender"))
-    on_cpu._without_cuda_indices(receiver, None, SimpleNamespace(value="receiver"))
+    on_cpu._got_kv_class(sender, None, SimpleNamespace(value="sender"))
+    on_cpu._got_kv_class(receiver, None, SimpleNamespace(value="receiver"))
     assert not sender.supports_host_tensor_indices and receiver.supports_host_tensor_indices
+
+
+@pytest.mark.parametrize(("idle", "rests"), [(False, [on_cpu._REST_S]), (True, [])])
+def test_a_scheduler_that_waits_for_kv_leaves_the_core_to_others(idle, rests, monkeypatch):
+    slept: list[float] = []
+    monkeypatch.setattr(on_cpu.time, "sleep", slept.append)
+    on_cpu._rest(None, SimpleNamespace(is_fully_idle=lambda: idle))
+    assert slept == rests
