@@ -189,8 +189,8 @@ class Calibration:
     accepted: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(_BINS))
 
     def for_request(self) -> "Calibration":
-        """A fresh one that starts from this one's answers and turns quickly."""
-        return Calibration(parent=self, weight=6.0, memory=60.0)
+        """A fresh one that starts from this one's answers and turns sooner."""
+        return Calibration(parent=self, weight=30.0, memory=180.0)
 
     def __call__(self, probs: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
         """float64[n], the corrected probabilities."""
