@@ -72,6 +72,8 @@ class PackedLinearMethod(UnquantizedLinearMethod):
         if x.dtype != layer.weight.dtype:
             return F.linear(x, layer.weight, bias)
         if not self._weight.is_current(layer.weight):
+            if not can_pack(layer.weight):  # it is of another type now
+                return F.linear(x, layer.weight, bias)
             self._weight = PackedWeight(layer.weight)
         return self._weight.linear(x, bias)
 
