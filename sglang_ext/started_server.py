@@ -52,6 +52,13 @@ def started(model: str, flags: Sequence[str]) -> Iterator["StartedServer"]:
             stop_group(process)
 
 
+def is_ready(url: str) -> bool:
+    """Whether the server at an address answers that it is up."""
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(url + "/health", timeout=5).is_success
+    return False
+
+
 class StartedServer:
     """A server's process.
 
@@ -77,9 +84,8 @@ class StartedServer:
         while time.monotonic() < deadline:
             if not self.running():
                 raise ServerError(f"the server with {self._model} did not start:\n{self.tail()}")
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(self.url + "/health", timeout=5).is_success:
-                    return self.url
+            if is_ready(self.url):
+                return self.url
             time.sleep(_POLL_S)
         raise ServerError(
             f"the server with {self._model} was not ready after {_START_TIMEOUT_S:.0f} s"

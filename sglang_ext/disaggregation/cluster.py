@@ -1,6 +1,5 @@
 """Server processes that belong together: started, watched, started again, and stopped together."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -9,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-
 from sglang_ext.processes import signal_group, stop_group
+from sglang_ext.started_server import is_ready
 
 START_TIMEOUT_S = 900.0
 _POLL_S = 0.5
@@ -63,12 +61,6 @@ class Member:
         """Its exit code; None while it runs."""
         assert self.process is not None
         return self.process.poll()
-
-    def answers(self) -> bool:
-        """Whether it is ready."""
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(self.url + "/health", timeout=5).is_success
-        return False
 
     def tail(self) -> str:
         """The last lines that it printed."""
@@ -151,7 +143,7 @@ class Cluster:
             stop_group(process)
 
     def _look(self, member: Member) -> None:
-        if not member.ready and member.answers():
+        if not member.ready and is_ready(member.url):
             member.ready, member.failed_starts = True, 0
             assert member.process is not None
             self._say(f"{member.name} is ready: {member.url} (process {member.process.pid})")

@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_ext import options
 from sglang_ext.disaggregation.cluster import Cluster, ClusterError, Member
-from sglang_ext.flags import flag_value
+from sglang_ext.flags import flag_value, whole_number
 from sglang_ext.preflight import PreflightError, check_port
 from sglang_ext.processes import end_as_ctrl_c, free_port
 
@@ -44,8 +44,12 @@ def add_commands(commands: Any) -> None:
     command.add_argument(
         "--port", type=_port, default=DEFAULT_PORT, help="the router's port [%(default)d]"
     )
-    command.add_argument("--prefill", type=_count, default=1, help="prefill servers [%(default)d]")
-    command.add_argument("--decode", type=_count, default=1, help="decode servers [%(default)d]")
+    command.add_argument(
+        "--prefill", type=whole_number, default=1, help="prefill servers [%(default)d]"
+    )
+    command.add_argument(
+        "--decode", type=whole_number, default=1, help="decode servers [%(default)d]"
+    )
     command.add_argument("--prefill-flags", default="", help="further flags of prefill servers")
     command.add_argument("--decode-flags", default="", help="further flags of decode servers")
     command.add_argument(
@@ -180,12 +184,6 @@ def _model_of(flags: Sequence[str]) -> str | None:
 
 def _say(line: str) -> None:
     print(f"sglang-ext pd: {line}", file=sys.stderr, flush=True)
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1")
-    return int(text)
 
 
 def _port(text: str) -> int:

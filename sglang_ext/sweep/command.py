@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from sglang_ext.flags import flag_value
+from sglang_ext.flags import flag_value, whole_number
 from sglang_ext.models import ModelError, is_whisper, resolve
 from sglang_ext.processes import end_as_ctrl_c
 from sglang_ext.sweep.methods import AUDIO, RETRANSLATION, TEXT
@@ -81,13 +81,16 @@ def add_commands(commands: Any) -> None:
         help="requests a second, Poisson arrivals [none]",
     )  # fmt: skip
     command.add_argument(
-        "--repeats", type=_whole, metavar="N", help=f"runs of each point [{FULL.repeats}]"
+        "--repeats", type=whole_number, metavar="N", help=f"runs of each point [{FULL.repeats}]"
     )
     command.add_argument(
-        "--prompts", type=_whole, metavar="N", help=f"measured, of each workload [{FULL.prompts}]"
+        "--prompts",
+        type=whole_number,
+        metavar="N",
+        help=f"measured, of each workload [{FULL.prompts}]",
     )
     command.add_argument(
-        "--max-tokens", type=_whole, metavar="N", help=f"of an output [{FULL.max_tokens}]"
+        "--max-tokens", type=whole_number, metavar="N", help=f"of an output [{FULL.max_tokens}]"
     )
     command.add_argument(
         "--data", type=Path, metavar="DIR",
@@ -350,12 +353,6 @@ def _numbers(kind: type[Number]) -> Callable[[str], tuple[Number, ...]]:
         return numbers
 
     return parse
-
-
-def _whole(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1")
-    return int(text)
 
 
 def _named_url(text: str) -> tuple[str, str]:
