@@ -64,10 +64,19 @@ class Disaggregated:
         model: path, hub id or a name of `sglang-ext models list`.
         args: further flags.
         name: what to call it in messages.
+        env: further environment variables.
     """
 
-    def __init__(self, model: str, args: Sequence[str] = (), *, name: str = "pd"):
+    def __init__(
+        self,
+        model: str,
+        args: Sequence[str] = (),
+        *,
+        name: str = "pd",
+        env: Mapping[str, str] | None = None,
+    ):
         self.name = name
+        self._env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         port = free_port()
         self.base_url = f"http://127.0.0.1:{port}"
         self.folder = Path(tempfile.mkdtemp(prefix=f"sglang-{name}-"))
@@ -82,7 +91,7 @@ class Disaggregated:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                env=self._env,
             )  # fmt: skip
         try:
             self._wait()

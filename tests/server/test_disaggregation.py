@@ -29,9 +29,16 @@ FLAGS = [
 ]  # fmt: skip
 
 
+# So short that even the KV of a short prompt has to be sent in parts.
+QUEUE = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "32",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "1",
+}
+
+
 @pytest.fixture(scope="module")
 def pd() -> Iterator[Disaggregated]:
-    with Disaggregated(MODEL, FLAGS, name="pd-test") as servers:
+    with Disaggregated(MODEL, FLAGS, name="pd-test", env=QUEUE) as servers:
         yield servers
 
 

@@ -94,11 +94,42 @@ def test_a_worker_that_fails_costs_nothing(caplog):
 def test_on_a_cpu_mooncake_uses_tcp_unless_told_otherwise():
     env = {"MC_FORCE_TCP": "0"}
     on_cpu.prepare_environment(env)
-    assert env == {"MC_FORCE_TCP": "0", "MOONCAKE_PROTOCOL": "tcp"}
+    assert env == {
+        "MC_FORCE_TCP": "0",
+        "MOONCAKE_PROTOCOL": "tcp",
+        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    }
+
+
+@pytest.mark.parametrize(("fails_at", "code", "sent"), [(None, 0, [3, 3, 2]), (1, -1, [3, 3])])
+def test_no_more_pieces_are_sent_at_once_than_the_queue_takes(fails_at, code, sent, monkeypatch):
+    monkeypatch.setattr(on_cpu, "_pieces_at_once", lambda: 3)
+    parts: list[tuple[list[int], list[int], list[int]]] = []
+
+    def send(engine, session, buffers, addresses, lengths):
+        assert (engine, session) == ("engine", "session")
+        parts.append((buffers, addresses, lengths))
+        return -1 if len(parts) - 1 == fails_at else 0
+
+    pieces = [list(range(start, start + 8)) for start in (0, 100, 200)]
+    assert on_cpu._send_in_parts(send, "engine", "session", *pieces) == code
+    assert [len(buffers) for buffers, _, _ in parts] == sent
+    together = [[piece for part in parts for piece in part[kind]] for kind in range(3)]
+    assert together == [kind[: sum(sent)] for kind in pieces]
+
+
+@pytest.mark.parametrize(("queue", "most"), [("65535", 16383), ("2", 1), ("many", 256)])
+def test_sending_threads_share_the_queue(queue, most, monkeypatch):
+    monkeypatch.setenv("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", queue)
+    on_cpu._pieces_at_once.cache_clear()
+    try:
+        assert on_cpu._pieces_at_once() == most
+    finally:
+        on_cpu._pieces_at_once.cache_clear()
 
 
 def test_senders_wait_for_no_cuda_event(monkeypatch):
-    monkeypatch.setattr(on_cpu, "_rest_between_polls", lambda: None)
+    monkeypatch.setattr(on_cpu, "_prepare_scheduler", lambda: None)
     sender = type("Sender", (), {"supports_host_tensor_indices": True})
     receiver = type("Receiver", (), {"supports_host_tensor_indices": True})
     on_cpu._got_kv_class(sender, None, SimpleNamespace(value="sender"))
