@@ -121,8 +121,7 @@ def folded(name: str, answers: Sequence[Answer], batch: int, options: argparse.N
         for number, answer in enumerate(answers):
             if number % FOLDS != fold:
                 see(drafter, f"seen {number}", answer)
-        if datastore := getattr(drafter, "datastore", None):
-            datastore.flush()
+        settle(drafter)
         total.add(replay(drafter, asked, batch, budgeted=name in BUDGETED))
     return total
 
@@ -159,7 +158,14 @@ def replay(drafter: Drafter, answers: Sequence[Answer], batch: int, budgeted: bo
         for r in [r for r in running if not r.rest]:
             drafter.finish(r.request, completed=True)
             running.remove(r)
+            settle(drafter)
     return total
+
+
+def settle(drafter: Drafter) -> None:
+    """Wait for what was served to be searchable: a server's next steps leave the time for it."""
+    if datastore := getattr(drafter, "datastore", None):
+        datastore.flush()
 
 
 def begin(drafter: Drafter, answer: Answer, rid: str, shared: Calibration) -> Running:
