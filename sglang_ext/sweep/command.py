@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -121,6 +122,11 @@ def add_commands(commands: Any) -> None:
         "--performance", type=Path, metavar="DOCS", help="write DOCS/performance.md as well"
     )
     report.set_defaults(func=run_report)
+    compare = reports.add_parser("compare", help="how far two sweeps of the same points agree")
+    compare.add_argument("first", type=Path, metavar="DIR")
+    compare.add_argument("second", type=Path, metavar="DIR")
+    compare.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    compare.set_defaults(func=run_compare)
 
 
 @end_as_ctrl_c()
@@ -167,6 +173,31 @@ def run_report(args: argparse.Namespace) -> int:
         print(f"sglang-ext sweep report: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
     return 0
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Say how far two folders agree; returns the exit code (1: not within their spread)."""
+    from sglang_ext.sweep.results import Results, ResultsError
+    from sglang_ext.sweep.summary import compare, summarize
+
+    try:
+        first, second = (summarize(Results.read(path)) for path in (args.first, args.second))
+    except ResultsError as error:
+        print(f"sglang-ext sweep compare: error: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    figures = compare(first, second)
+    if not figures["points"]:
+        print(
+            "sglang-ext sweep compare: error: no batch size was measured in both folders, with "
+            "the same method and workload",
+            file=sys.stderr,
+        )
+        return _USAGE_ERROR
+    for name, value in figures.items():
+        print(f"{name:26} {value:.4g}")
+    if args.json is not None:
+        args.json.write_text(json.dumps({"figures": figures}, indent=2) + "\n", encoding="utf-8")
+    return 0 if figures["within_spread_percent"] == 100.0 else _FAILED
 
 
 def plan_of(args: argparse.Namespace) -> Plan:

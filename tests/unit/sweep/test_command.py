@@ -1,6 +1,7 @@
 """The command line: what it asks for, what it refuses, and what it leaves behind."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from sglang_ext.sweep import command
 from sglang_ext.sweep.methods import DEFAULT_METHODS
 from sglang_ext.sweep.results import Results
 from tests.unit.sweep.fake_server import FakeServer
+from tests.unit.sweep.finished_sweep import PLAN, write_sweep
 from tests.unit.sweep.test_runner import WORKLOADS
 
 
@@ -216,3 +218,29 @@ def test_report_again(tmp_path, servers, reported):
     assert main(options(tmp_path, *urls(servers))) == 0
     assert main(["sweep", "report", str(tmp_path)]) == 0
     assert reported == [tmp_path, tmp_path]
+
+
+def test_two_sweeps_are_compared(tmp_path, capsys):
+    def slower(result, requests):
+        return replace(result, duration_s=1.5 * result.duration_s), requests
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    write_sweep(first)
+    write_sweep(second, change=slower)
+    compare = ["sweep", "compare", str(first)]
+    assert main([*compare, str(first), "--json", str(tmp_path / "same.json")]) == 0
+    same = json.loads((tmp_path / "same.json").read_text())["figures"]
+    assert same["points"] == 16 and same["worst_difference_percent"] == 0
+    capsys.readouterr()
+    assert main([*compare, str(second)]) == 1
+    assert "worst_difference_percent   40" in capsys.readouterr().out
+
+
+def test_sweeps_that_cannot_be_compared(tmp_path, capsys):
+    first, other = tmp_path / "first", tmp_path / "other"
+    write_sweep(first)
+    write_sweep(other, plan=replace(PLAN, workloads=("gsm8k",)))
+    assert main(["sweep", "compare", str(first), str(other)]) == 2
+    assert "no batch size was measured in both" in capsys.readouterr().err
+    assert main(["sweep", "compare", str(first), str(tmp_path / "none")]) == 2
+    assert str(tmp_path / "none") in capsys.readouterr().err
