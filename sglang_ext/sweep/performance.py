@@ -160,7 +160,7 @@ def _measured(summary: Summary) -> Iterator[str]:
     with_corpus = [title(m) for m in summary.methods if m in METHODS and METHODS[m].corpus]
     yield (
         f"Methods: {', '.join(map(title, summary.methods))} ([sweep.md](sweep.md), "
-        "[peers.md](peers.md)). The answers to other prompts of the workload, decoded plainly "
+        "[peers.md](peers.md)). The answers to other prompts of all workloads, decoded plainly "
         f"before the sweep, are the corpus of: {', '.join(with_corpus) or 'none of them'}.\n"
     )
     versions = environment.get("versions", {})

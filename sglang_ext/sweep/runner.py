@@ -274,7 +274,7 @@ class Runner:
             if groups := heads(items_at(workload, point)):
                 run_batch(server.url, groups, 1)
         if method.corpus and not any(m.corpus for m in beside):
-            self._load_corpus(server, workload.name, undo)
+            self._load_corpus(server, workload, undo)
         return Measurement(repeat, point, method, server, workload, undo)
 
     def _send(self, repeat: int, run: Measurement, turn: int, shared: bool) -> None:
@@ -294,9 +294,12 @@ class Runner:
         else:
             run.send(turn, lambda items, params: run_batch(server.url, items, int(load), params))
 
-    def _load_corpus(self, server: RunningServer, workload: str, after: ExitStack) -> None:
-        name = f"sweep-{workload}"
-        texts = [self._decode(served.output) for served in self._results.served_before(workload)]
+    def _load_corpus(self, server: RunningServer, workload: Workload, after: ExitStack) -> None:
+        """What one server would have served: all workloads' other prompts, none measured now."""
+        name = f"sweep-{workload.name}"
+        measured = {item.input_ids for item in workload.measured}
+        served = (s for w in self._plan.workloads for s in self._results.served_before(w))
+        texts = [self._decode(s.output) for s in served if tuple(s.prompt) not in measured]
         server.add_corpus(name, [text for text in texts if text])
         after.callback(quietly, server.remove_corpus, name)
 

@@ -126,6 +126,21 @@ def test_widths_and_accept_lengths_come_from_the_server(tmp_path):
     assert found["cold"].accept_length == pytest.approx(20 / 14)
 
 
+def test_what_another_workload_served_is_no_corpus_where_it_is_measured(tmp_path, monkeypatch):
+    measured = WORKLOADS["w"].measured[0]
+    shared = replace(WORKLOADS["v"], served_before=(replace(measured, id="s0"),))
+    monkeypatch.setitem(WORKLOADS, "v", shared)
+    plan = replace(PLAN, methods=("ar", "live"), batches=(1,), repeats=1)
+    _, servers = sweep(tmp_path, plan)
+    calls = servers.server("sssd").calls
+    documents = {
+        body["corpus_id"]: len(body["documents"])
+        for path, body in calls
+        if path == "/add_external_corpus"
+    }
+    assert documents == {"sweep-w": 2, "sweep-v": 3}
+
+
 def test_a_warm_method_has_what_was_served_before_and_nothing_of_its_own_prompts(whole):
     folder, _, servers = whole
     served = Results.read(folder).served_before("w")
@@ -136,6 +151,7 @@ def test_a_warm_method_has_what_was_served_before_and_nothing_of_its_own_prompts
     assert len(loaded) == TOTAL / 4
     assert {body["corpus_id"] for body in loaded} == {"sweep-w", "sweep-v"}
     texts = next(body["documents"] for body in loaded if body["corpus_id"] == "sweep-w")
+    served += Results.read(folder).served_before("v")
     assert texts == [" ".join(map(str, s.output)) for s in served]
     assert sssd.corpora == {}  # all were removed
     # The corpus is there for the warm method's requests; the others are told not to read it.
