@@ -119,7 +119,9 @@ class Runner:
             for workload in self._workloads.values()
             for item in workload.measured + workload.served_before
         )
-        busy = (_IN_FLIGHT,) if self._plan.rates or self._unanswered(left) else ()
+        # Whatever is left to do: a sweep that goes on must have the same servers.
+        warm = any(self._methods[name].corpus for name in self._plan.methods)
+        busy = (_IN_FLIGHT,) if self._plan.rates or warm else ()
         in_flight = max((*self._plan.batches, *busy))
         self._servers.prepare(keys, self._model_path, longest * in_flight, longest)
         if self._servers.together:

@@ -216,6 +216,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path):
         body["input_ids"][0] in (51, 52) and body["sampling_params"]["max_new_tokens"] == 20
         for body in again.server("plain").generated()
     )  # what was served before was kept
+    assert again.prepared[1:] == servers.prepared[1:]  # KV pools of the same size
 
 
 def test_a_server_that_dies_is_started_again_and_the_run_repeated(tmp_path):
