@@ -40,7 +40,7 @@ class Size:
 
 
 FULL = Size()
-QUICK = Size(workloads=("mt-bench", "gsm8k"), batches=(1, 4), repeats=2, prompts=4, max_tokens=40)
+QUICK = Size(workloads=("mt-bench", "gsm8k"), batches=(1, 4), repeats=2, prompts=4, max_tokens=24)
 # Of a Whisper; transcripts end by themselves.
 _WHISPER: dict[str, Any] = {"workloads": ("audio",), "max_tokens": 224}
 
