@@ -182,16 +182,13 @@ def run_compare(args: argparse.Namespace) -> int:
 
     try:
         first, second = (summarize(Results.read(path)) for path in (args.first, args.second))
+        figures = compare(first, second)
+        if not figures["points"]:
+            raise ResultsError(
+                "no batch size was measured in both folders, with the same method and workload"
+            )
     except ResultsError as error:
         print(f"sglang-ext sweep compare: error: {error}", file=sys.stderr)
-        return _USAGE_ERROR
-    figures = compare(first, second)
-    if not figures["points"]:
-        print(
-            "sglang-ext sweep compare: error: no batch size was measured in both folders, with "
-            "the same method and workload",
-            file=sys.stderr,
-        )
         return _USAGE_ERROR
     for name, value in figures.items():
         print(f"{name:26} {value:.4g}")

@@ -212,10 +212,10 @@ class Results:
         """Whether this run has a result."""
         return (repeat, point) in self._finished
 
-    def served_before(self, workload: str) -> list[ServedBefore]:
-        """What was answered before the sweep, of one workload."""
+    def served_before(self, workload: str | None = None) -> list[ServedBefore]:
+        """What was answered before the sweep, of one workload or of all."""
         rows = _rows(self.folder / SERVED_BEFORE, ServedBefore)
-        return [row for row in rows if row.workload == workload]
+        return [row for row in rows if workload in (None, row.workload)]
 
     def add_served_before(self, served: Sequence[ServedBefore]) -> None:
         """Keep answers for the warm methods' corpora."""

@@ -300,8 +300,8 @@ class Runner:
         """What one server would have served: all workloads' other prompts, none measured now."""
         name = f"sweep-{workload.name}"
         measured = {item.input_ids for item in workload.measured}
-        served = (s for w in self._plan.workloads for s in self._results.served_before(w))
-        texts = [self._decode(s.output) for s in served if tuple(s.prompt) not in measured]
+        served = [s for s in self._results.served_before() if tuple(s.prompt) not in measured]
+        texts = [self._decode(s.output) for s in served]
         server.add_corpus(name, [text for text in texts if text])
         after.callback(quietly, server.remove_corpus, name)
 
