@@ -24,8 +24,8 @@ from sglang_ext.models.store import default_cache_dir
 logger = logging.getLogger(__name__)
 
 CPU_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# Counts that a CPU's steps may have; see warm_up.
-WARM_COUNTS = (*range(1, 33), *token_grid(32, 128))
+# Those, and what a CPU's steps may have; see warm_up.
+WARM_COUNTS = tuple(sorted({*CPU_COUNTS, *range(1, 33), *token_grid(32, 128)}))
 # GPUs stay flat for longer: some 300 tokens in bf16.
 CUDA_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 # Rounds of the first start, and of those that find its figures.
@@ -72,12 +72,12 @@ def forward_costs(model: torch.nn.Module, identity: Mapping[str, Any]) -> dict[i
     }
     path = _cache_file(identity)
     known = _read(path, identity)
+    if device.type == "cpu":
+        warm_up(model)  # first: a later start measures each count once
     costs = measure_forward_cost(model, device, _LATER_ROUNDS if known else _FIRST_ROUNDS)
     costs = {count: min(s, known.get(count, s)) for count, s in costs.items()}
     if costs != known:
         _write(path, identity, costs)
-    if device.type == "cpu":
-        warm_up(model)
     logger.info(
         "sglang-ext forward cost: %s ms for %s tokens, I_knee %d (%s)",
         " / ".join(f"{1e3 * s:.3g}" for s in costs.values()),

@@ -16,9 +16,11 @@ class Layer(torch.nn.Linear):
         self.input_size = 64
         self.quant_method = self
         self.calls = 0
+        self.counts = set()
 
     def apply(self, layer, x):
         self.calls += 1
+        self.counts.add(len(x))
         return layer(x)
 
 
@@ -58,6 +60,15 @@ def test_a_disturbed_sweep_heals_at_later_starts(model, monkeypatch, tmp_path):
     assert list(costs.forward_costs(model, {"model": "m"}).values()) == quiet
     (file,) = (tmp_path / "knee").glob("*.json")
     assert set(json.loads(file.read_text())["seconds"].values()) == {1.0}
+
+
+def test_kernels_are_made_before_anything_is_timed(model, monkeypatch):
+    def timed(forward, device):
+        assert set(costs.CPU_COUNTS) <= model[0].counts | model[1].counts
+        return 1.0
+
+    monkeypatch.setattr(costs, "_seconds", timed)
+    assert costs.forward_costs(model, {"model": "m"})
 
 
 def test_a_sweep_that_takes_long_ends_early(model, monkeypatch):
