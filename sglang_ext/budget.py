@@ -270,3 +270,22 @@ def choose_nodes(
         if gains[best - 1] / (cost.cost(tokens, verify=True) + drafting_s) <= plain_rate:
             return none
     return nodes
+
+
+def saved_seconds(
+    probs: Sequence[npt.NDArray[np.float64]], nodes: npt.NDArray[np.int64], cost: CostModel
+) -> float:
+    """What verifying these nodes should save over plain steps that yield as many tokens.
+
+    Args:
+        probs: as `choose_nodes` takes them.
+        nodes: int64[bs], what it chose.
+
+    Returns:
+        seconds, 0 if it chose none.
+    """
+    if not nodes.any():
+        return 0.0
+    added = [np.log1p(p[:n].sum()) for p, n in zip(probs, nodes, strict=True)]
+    plain = math.exp(sum(added) / len(nodes)) * cost.cost(len(nodes))
+    return max(0.0, plain - cost.cost(len(nodes) + int(nodes.sum()), verify=True))

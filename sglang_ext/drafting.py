@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext import penalties
-from sglang_ext.budget import CostModel, choose_nodes
+from sglang_ext.budget import CostModel, choose_nodes, saved_seconds
 from sglang_ext.drafters import Bias, Drafter, DrafterContext, load
 from sglang_ext.metrics import BudgetLog, SpeculationMetrics
+from sglang_ext.rationing import DraftingRation
 from sglang_ext.requests import RequestTable, RunningRequest
 from sglang_ext.tree import PackedTrees, TokenTree
 
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of the time of plain steps; drafting for a large batch takes as long as some percent of a step.
-DRAFTING_SHARE = 0.003
-# However long drafting takes, text that starts to repeat is noticed after so many steps.
-MOST_UNDRAFTED = 16
 _NO_PROBS = np.empty(0)
 
 
@@ -59,10 +56,8 @@ class DraftPlanner:
         self.knee = context.options.budget_knee or knee
         self.metrics = metrics
         self._log = BudgetLog()
-        # Seconds that drafting may still take; see _may_draft.
-        self._drafting_credit = 0.0
-        self._drafting_s = 0.0
-        self._undrafted = 0
+        rationed = cost is not None and context.options.budget == "auto"
+        self._ration = DraftingRation() if rationed else None
         names = context.options.loaded_drafters()
         self.drafters: dict[str, Drafter] = (
             {name: load(name, context) for name in names} if active else {}
@@ -185,19 +180,21 @@ class DraftPlanner:
         if self.cost is None and self.metrics is not None:
             self._observe_late(self.metrics, running)
         trees = [TokenTree.empty()] * len(running)
-        if self._may_draft() or any(r.fixed_budget for r in running):
+        rationed = self._ration is not None and not self._ration.allows()
+        if not rationed or any(r.fixed_budget for r in running):
             start = time.perf_counter()
             for drafter in self.drafters.values():
                 self._propose(drafter, running, trees)
             if committed is not None:
                 rest = [self._max_width - 1 - n for n in committed]
                 trees = [tree.clipped(n) for tree, n in zip(trees, rest, strict=True)]
-            trees = self._cut(running, trees, padded)
-            self._note_drafting(time.perf_counter() - start)
+            trees, saved_s = self._cut(running, trees, padded)
+            seconds = time.perf_counter() - start
+            if self._ration is not None and not all(r.fixed_budget for r in running):
+                self._ration.note_look(seconds, any(map(len, trees)), saved_s)
+            if self.metrics is not None:
+                self.metrics.note_drafting(seconds)
             self._report_counters()
-        if any(map(len, trees)):
-            # What pays is not rationed.
-            self._drafting_credit = 0.0
         width = 1 + max(map(len, trees)) if self.cost is not None else self._max_width
         self._report(running, trees)
         return trees, width
@@ -208,7 +205,8 @@ class DraftPlanner:
             self.metrics.note_step("verify" if verify else "plain", seconds)
         if self.cost is not None:
             self.cost.observe(tokens, seconds, verify)
-            self._drafting_credit = min(0.0, self._drafting_credit + DRAFTING_SHARE * seconds)
+        if self._ration is not None:
+            self._ration.note_step(seconds)
 
     def observe(
         self,
@@ -276,40 +274,23 @@ class DraftPlanner:
         if trees:
             metrics.note_verified(trees, accepted)
 
-    def _may_draft(self) -> bool:
-        """While drafts do not pay, drafting takes no more than DRAFTING_SHARE of the time."""
-        rationed = self.cost is not None and self._options.budget == "auto"
-        self._undrafted += 1
-        if rationed and self._drafting_credit < 0 and self._undrafted <= MOST_UNDRAFTED:
-            return False
-        self._undrafted = 0
-        return True
-
-    def _note_drafting(self, seconds: float) -> None:
-        if not self._drafting_s:
-            self._drafting_s = seconds
-        # One draft that was disturbed is not what drafting takes.
-        self._drafting_s += 0.1 * (min(seconds, 2 * self._drafting_s) - self._drafting_s)
-        self._drafting_credit = -seconds
-        if self.metrics is not None:
-            self.metrics.note_drafting(seconds)
-
     def _cut(
         self, running: Sequence[RunningRequest], trees: Sequence[TokenTree], padded: bool
-    ) -> list[TokenTree]:
-        """The trees' nodes that pay for themselves."""
-        if self.cost is None or self._options.budget == "fixed":
-            return [tree.first(self._max_width - 1) for tree in trees]
+    ) -> tuple[list[TokenTree], float]:
+        """The trees' nodes that pay for themselves, and the seconds they should save."""
+        if self.cost is None or self._ration is None:
+            return [tree.first(self._max_width - 1) for tree in trees], 0.0
         probs = [
             request.calibration(tree.probs) if len(tree) and not request.fixed_budget else _NO_PROBS
             for request, tree in zip(running, trees, strict=True)
         ]
         knee = self.knee or self._max_width * len(running)
-        nodes = choose_nodes(probs, self.cost, knee, self._drafting_s, padded=padded)
-        return [
+        nodes = choose_nodes(probs, self.cost, knee, self._ration.drafting_s, padded=padded)
+        chosen = [
             tree.first(self._max_width - 1 if request.fixed_budget else int(n))
             for request, tree, n in zip(running, trees, nodes, strict=True)
         ]
+        return chosen, saved_seconds(probs, nodes, self.cost)
 
     def _report_counters(self) -> None:
         if self.metrics is not None:

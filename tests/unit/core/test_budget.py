@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from sglang_ext.budget import Calibration, CostModel, choose_nodes, knee, token_grid
+from sglang_ext.budget import (
+    Calibration,
+    CostModel,
+    choose_nodes,
+    knee,
+    saved_seconds,
+    token_grid,
+)
 
 # Relative costs of 1..64 tokens through prepacked fp32 layers (shared/facts.md).
 PRIOR = {1: 20.0, 2: 21.0, 4: 27.0, 8: 30.0, 16: 41.0, 32: 76.0, 64: 110.0}
@@ -45,6 +52,16 @@ def test_the_budget_shrinks_as_the_batch_grows():
     probs = [0.7**i for i in range(1, 16)]
     mean = [np.mean(nodes(*[probs] * bs)) for bs in (1, 4, 16)]
     assert mean[0] > mean[1] >= mean[2]
+
+
+def test_what_nodes_save_is_the_plain_steps_they_stand_for():
+    cost, sure, none = CostModel(PRIOR), np.array([1.0]), np.empty(0)
+    assert saved_seconds([sure, none], np.array([0, 0]), cost) == 0.0
+    expected = 2 * cost.cost(1) - cost.cost(2, verify=True)
+    assert saved_seconds([sure], np.array([1]), cost) == pytest.approx(expected)
+    expected = 2**0.5 * cost.cost(2) - cost.cost(3, verify=True)
+    assert saved_seconds([sure, none], np.array([1, 0]), cost) == pytest.approx(expected)
+    assert saved_seconds([0.01 * sure], np.array([1]), cost) == 0.0
 
 
 def test_past_the_knee_only_sure_drafts_pay():

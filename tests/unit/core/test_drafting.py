@@ -430,3 +430,13 @@ def test_requests_whose_kv_never_came_are_forgotten(monkeypatch):
     plan.arrive(waiting)
     assert [plan.requests.prefilled(req) for req in failed] == [None] * 4
     assert plan.requests.prefilled(waiting) is not None
+
+
+def test_looks_for_requests_with_a_fixed_budget_say_nothing_about_the_others(monkeypatch):
+    plan = planner(monkeypatch, "auto", a=Recorder(TokenTree.empty()))
+    plan._ration = Mock(**{"allows.return_value": False})
+    fixed = request("x", [1], budget="fixed")
+    plan.plan(plan.requests.update([fixed], None))
+    assert not plan._ration.note_look.called
+    plan.plan(plan.requests.update([fixed, request("y", [1])], None))
+    assert plan._ration.note_look.called
