@@ -26,7 +26,6 @@ _OPENING_TOKENS = 32
 _PROMPTS_IN_FLIGHT, _LEAST_PROMPTS = 4, 8
 # A part has so many times the requests in flight: at its end fewer are.
 _ROUNDS = 2
-_LEAST_PART = 4
 
 
 def items_at(workload: Workload, point: Point) -> Sequence[Item]:
@@ -45,7 +44,7 @@ def parts_of(workload: Workload, point: Point) -> list[tuple[Item, ...]]:
     items = items_at(workload, point)
     if point.mode != BATCH:
         return [tuple(items)]
-    least = max(_LEAST_PART, _ROUNDS * int(point.load))
+    least = _ROUNDS * int(point.load)
     parts: list[list[list[Item]]] = []
     for stream in streams(items):
         group = stream[0].group

@@ -67,7 +67,8 @@ def described(summary: Summary) -> str:
     loads += [f"{', '.join(f'{r:g}' for r in plan.rates)} requests/s"] if plan.rates else []
     text = (
         f"{' and '.join(loads)}; up to {plan.prompts} prompts of each workload, up to "
-        f"{plan.max_tokens} tokens each, greedy; medians of {plan.repeats} repeats."
+        f"{plan.max_tokens} tokens each (of texts at least half as many, by chance), greedy; "
+        f"medians of {plan.repeats} repeats."
     )
     if summary.runs < summary.planned:
         text += f" Unfinished: {summary.runs} of {summary.planned} runs."

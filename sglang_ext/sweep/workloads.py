@@ -69,7 +69,7 @@ def load_workload(
         tokenizer: the model's, of transformers.
         data: folder of the data sets, or a file.
         prompts: measured ones, at most.
-        max_tokens: of an output.
+        max_tokens: of an output; text is asked for half as many at least, by chance.
         seed: which prompts are chosen.
         context_len: tokens of prompt and output that the server takes.
 
@@ -85,7 +85,21 @@ def load_workload(
             f"workload {name}: no prompt of {data} fits into {source.room} tokens (the context's "
             f"{context_len} less {max_tokens} for the output)"
         )
-    return workload
+    return replace(workload, measured=tuple(_of_any_length(workload.measured, seed)))
+
+
+def _of_any_length(items: Iterable[Item], seed: int) -> Iterator[Item]:
+    """The requests, with half of the most tokens at least, so that they do not end together.
+
+    Equal ones do in plain decoding alone, whose next prompts are then read in one pass.
+    """
+    for item in items:
+        if item.audio or item.stream:  # these end where what they are made from does
+            yield item
+        else:
+            chance = random.Random(f"{seed} {item.id}")
+            least = (item.max_tokens + 1) // 2
+            yield replace(item, max_tokens=chance.randint(least, item.max_tokens))
 
 
 def _mt_bench(source: Source) -> Workload:

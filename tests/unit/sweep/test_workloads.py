@@ -89,7 +89,9 @@ def test_what_was_served_before_is_never_measured(name, tokenizer):
     assert workload.served_before
     assert len({item.input_ids for item in items}) == len({item.id for item in items}) == len(items)
     assert all(len(item.input_ids) + item.max_tokens < 8192 for item in items)
-    assert {item.max_tokens for item in items} == {128}
+    assert {item.max_tokens for item in workload.served_before} == {128}
+    lengths = [item.max_tokens for item in workload.measured]
+    assert min(lengths) >= 64 and max(lengths) <= 128 and len(set(lengths)) > 8
 
 
 @pytest.mark.parametrize("name", OF_SPEC_BENCH)
