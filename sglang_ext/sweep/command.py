@@ -185,13 +185,14 @@ def run_compare(args: argparse.Namespace) -> int:
         figures = compare(first, second)
         if not figures["points"]:
             raise ResultsError(
-                "no batch size was measured in both folders, with the same method and workload"
+                "no batch size was measured in both folders, with the same method and workload "
+                "and ar beside it"
             )
     except ResultsError as error:
         print(f"sglang-ext sweep compare: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
     for name, value in figures.items():
-        print(f"{name:26} {value:.4g}")
+        print(f"{name:30} {value:.4g}")
     if args.json is not None:
         args.json.write_text(json.dumps({"figures": figures}, indent=2) + "\n", encoding="utf-8")
     return 0 if figures["within_spread_percent"] == 100.0 else _FAILED

@@ -32,7 +32,7 @@ ROOFLINE = Plot(
 )
 _READING = """\
 - **Output tokens/s** are those of the whole run, prefill included: all prompts are given at once,
-  and *batch* is how many of them are in flight. To its right: half of the interquartile range of
+  and *batch* is how many of them are in flight. To its right: half of the range of
   the repeats, and the speedup over AR, the median of the ratios repeat by repeat.
 - **Latency against throughput**: every line runs from the smallest batch to the largest. Lower is a
   faster answer, further to the right is more of them; a method is worth having where its line is

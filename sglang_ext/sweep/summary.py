@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_ext.sweep.methods import METHODS
 from sglang_ext.sweep.metrics import Run
@@ -29,7 +30,7 @@ class Spread:
     """Values of several repeats.
 
     Attributes:
-        low, high: the quartiles.
+        low, high: the least and the largest; of so few values, quartiles would promise too much.
         count: of values.
     """
 
@@ -41,12 +42,11 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
         """At least one value."""
-        low, median, high = np.percentile(values, (25, 50, 75))
-        return cls(float(median), float(low), float(high), len(values))
+        return cls(float(np.median(values)), min(values), max(values), len(values))
 
     @property
     def percent(self) -> float:
-        """Half of the interquartile range, by the median, in percent; 0 for a median of 0."""
+        """Half of the range, by the median, in percent; 0 for a median of 0."""
         return 50.0 * (self.high - self.low) / abs(self.median) if self.median else 0.0
 
 
@@ -126,7 +126,8 @@ class Summary:
         min_rate_ratio_sssd_vs_ar: AR's mean end-to-end latency by SSSD live's, over all rates;
             likewise of specasr and ssbd.
         spread_percent: Spread.percent of output_throughput, the worst of all points in mode
-            "batch" with two repeats or more; spread_percent_median: their median.
+            "batch" with two repeats or more; spread_percent_median: their median;
+            speedup_spread_percent: likewise the worst of speedup.
         equal_outputs_percent: of the requests of all methods that are exact.
         """
         batch = [row for row in self.rows if row.point.mode == BATCH]
@@ -139,9 +140,10 @@ class Summary:
             if name in METHODS and METHODS[name].peer
             if (ratio := self._ratio(row, name)) is not None
         ]
-        spreads = [
-            row.columns["output_throughput"].percent for row in batch if len(row.by_repeat) > 1
-        ]
+        spreads, of_speedup = (
+            [c.percent for row in batch if (c := row.columns.get(name)) and c.count > 1]
+            for name in ("output_throughput", "speedup")
+        )
         known: dict[str, Any] = {
             **self._vs_ar("min_ratio_{}_vs_ar", batch=True),
             "min_ratio_sssd_vs_best_ngram_peer": _least(vs_peers),
@@ -151,6 +153,7 @@ class Summary:
             "workloads": list(dict.fromkeys(row.point.workload for row in self.rows)),
             "spread_percent": max(spreads, default=None),
             "spread_percent_median": float(np.median(spreads)) if spreads else None,
+            "speedup_spread_percent": max(of_speedup, default=None),
             "equal_outputs_percent": self._equal_outputs(),
             "runs": self.runs,
             "runs_planned": self.planned,
@@ -225,32 +228,39 @@ def summarize(results: Results) -> Summary:
 
 
 def compare(first: Summary, second: Summary) -> dict[str, float]:
-    """How far two sweeps agree: their medians of output_throughput, point by point.
+    """How far two sweeps agree: their medians of speedup, point by point.
+
+    Not of output_throughput: a machine may be faster an hour later, for all methods alike.
 
     Returns:
-        points: that both have in mode "batch"; median_difference_percent and
+        points: with a speedup in both, in mode "batch"; median_difference_percent and
         worst_difference_percent of these; within_spread_percent: how many of them differ by no
-        more than the larger spread_percent of the two; stated_spread_percent: that spread.
+        more than stated_spread_percent, the larger speedup_spread_percent of the two;
+        throughput_difference_percent: that of output_throughput in the median.
     """
-    pairs = [
-        (a, b)
+    rows = [
+        (row, other)
         for row in first.rows
-        if row.point.mode == BATCH
-        and (other := second.row(row.point)) is not None
-        and (a := row.median("output_throughput"))
-        and (b := other.median("output_throughput"))
+        if row.point.mode == BATCH and (other := second.row(row.point)) is not None
     ]
-    if not pairs:
+    differences = _differences([r for r in rows if r[0].point.method != BASELINE], "speedup")
+    if not len(differences):
         return {"points": 0}
-    stated = max(s.figures().get("spread_percent", 0.0) for s in (first, second))
-    differences = np.array([200.0 * abs(a - b) / (a + b) for a, b in pairs])
+    stated = max(s.figures().get("speedup_spread_percent", 0.0) for s in (first, second))
     return {
-        "points": len(pairs),
+        "points": len(differences),
         "median_difference_percent": float(np.median(differences)),
         "worst_difference_percent": float(differences.max()),
         "within_spread_percent": float(100.0 * (differences <= stated).mean()),
         "stated_spread_percent": stated,
+        "throughput_difference_percent": float(np.median(_differences(rows, "output_throughput"))),
     }
+
+
+def _differences(rows: Iterable[tuple[Row, Row]], column: str) -> npt.NDArray[np.float64]:
+    """By how many percent two rows' medians differ, where both have one above 0."""
+    pairs = [(a, b) for x, y in rows if (a := x.median(column)) and (b := y.median(column))]
+    return np.array([200.0 * abs(a - b) / (a + b) for a, b in pairs])
 
 
 def title(method: str) -> str:

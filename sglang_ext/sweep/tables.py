@@ -94,7 +94,7 @@ def overview(summary: Summary) -> Iterator[Table]:
                 (title(name), *(cells.get((name, load), UNKNOWN) for load in loads))
                 for name in summary.methods
             ],
-            "Median ± spread (half of the interquartile range), and the speedup over AR.",
+            "Median ± spread (half of the range of the repeats), and the speedup over AR.",
         )
 
 

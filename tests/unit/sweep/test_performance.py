@@ -36,7 +36,7 @@ def test_the_page_says_what_was_found_and_where(docs):
         "tiny, A CPU, 2 cores (2 threads), 24 GB.",
         "SSSD live by AR, output tokens/s: 1.50 at the least.",
         "best n-gram peer, on MT-Bench and GSM8K: 1.15 at the least.",
-        "| SSSD live | 220.0 ±4.5% (2.00x) | 660.0 ±4.5% (1.50x) |",
+        "| SSSD live | 220.0 ±9.1% (2.00x) | 660.0 ±9.1% (1.50x) |",
         "Here I_knee is 16 tokens: 1 token takes 10.0 ms in the linear layers, 64 take 50 ms.",
         "- `mt-bench`: MT-Bench's first turns.",
         "4 prompts of 20 tokens in the mean, outputs of 11.",

@@ -32,9 +32,9 @@ def test_columns_are_named_as_in_bench_serving():
 def test_medians_and_spread_over_repeats(tmp_path):
     row = summary_of(tmp_path).row(batch("ar", 1))
     throughput = row.columns["output_throughput"]
-    assert (throughput.median, throughput.low, throughput.high) == pytest.approx((110, 105, 115))
+    assert (throughput.median, throughput.low, throughput.high) == pytest.approx((110, 100, 120))
     assert throughput.count == 3
-    assert throughput.percent == pytest.approx(100 * 5 / 110)
+    assert throughput.percent == pytest.approx(100 * 10 / 110)
 
 
 def test_one_run_has_all_columns_but_those_of_speculation(tmp_path):
@@ -95,8 +95,9 @@ def test_figures(tmp_path):
         "methods": ["ar", "ngram", "suffix", "sssd-live"],
         "batch_sizes": [1, 4],
         "workloads": ["mt-bench", "long"],
-        "spread_percent": pytest.approx(100 * 5 / 110),
-        "spread_percent_median": pytest.approx(100 * 5 / 110),
+        "spread_percent": pytest.approx(100 * 10 / 110),
+        "spread_percent_median": pytest.approx(100 * 10 / 110),
+        "speedup_spread_percent": pytest.approx(0.0, abs=1e-9),
         "equal_outputs_percent": 100.0,
         "runs": 48,
         "runs_planned": 48,
@@ -190,17 +191,24 @@ def test_a_sweep_that_went_on_elsewhere_says_so(tmp_path):
 
 
 def test_two_sweeps_are_compared_point_by_point(tmp_path):
-    def slower_at_batch_4(result, requests):
-        seconds = result.duration_s * (1.5 if result.load == 4 else 1.01)
-        return replace(result, duration_s=seconds), requests
+    def uneven(result, requests):
+        own = 1.0 if result.method == "ar" else 1.0 + 0.05 * result.repeat
+        return replace(result, duration_s=own * result.duration_s), requests
 
-    first = summary_of(tmp_path / "a")
-    second = summary_of(tmp_path / "b", change=slower_at_batch_4)
+    def on_a_slower_machine(result, requests):
+        result, requests = uneven(result, requests)
+        own = 1.5 if result.method != "ar" and result.load == 4 else 1.01
+        return replace(result, duration_s=2 * own * result.duration_s), requests
+
+    first = summary_of(tmp_path / "a", change=uneven)
+    second = summary_of(tmp_path / "b", change=on_a_slower_machine)
     found = compare(first, second)
-    assert found["points"] == 16
+    assert found["points"] == 12  # plain decoding's own four have no speedup
     assert found["within_spread_percent"] == 50.0
-    assert found["worst_difference_percent"] == pytest.approx(40)
-    assert found["stated_spread_percent"] == pytest.approx(100 * 5 / 110)
+    assert found["worst_difference_percent"] == pytest.approx(39, abs=0.5)
+    half_range = (1 - 1 / 1.1) / 2 * 1.05  # by the median
+    assert found["stated_spread_percent"] == pytest.approx(100 * half_range)
+    assert found["throughput_difference_percent"] > 60
     assert compare(first, first)["within_spread_percent"] == 100.0
 
 
