@@ -96,6 +96,8 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
     ) -> torch.Tensor:
         weight = layer.weight
         if self._weight is None or not self._weight.is_current(weight):
+            if not can_pack(weight):  # it is of another type now
+                return F.linear(x.to(weight.dtype), weight, bias)
             self._weight = PackedWeight(weight)
         return self._weight.linear(x.to(weight.dtype), bias)
 

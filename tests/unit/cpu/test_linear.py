@@ -92,6 +92,16 @@ def test_tied_head_keeps_its_table_and_packs_at_the_first_product(generator):
     assert method._weight is not None
 
 
+@pytest.mark.parametrize("pack", [linear._pack_linear, linear._pack_head])
+def test_weights_of_a_type_that_cannot_be_packed_are_used_as_they_are(generator, pack):
+    head = pack is linear._pack_head
+    layer = layer_of(torch.randn(24, 16, generator=generator))
+    pack(None, (UnquantizedEmbeddingMethod if head else UnquantizedLinearMethod)(), layer)
+    x = torch.randn(3, 16, generator=generator).double()
+    layer.weight = torch.nn.Parameter(layer.weight.double(), requires_grad=False)
+    assert torch.equal(layer.quant_method.apply(layer, x), F.linear(x, layer.weight))
+
+
 def test_environment_turns_it_off(monkeypatch):
     registered = []
     monkeypatch.setattr(linear.HookRegistry, "register", lambda *a: registered.append(a[0]))
