@@ -69,13 +69,12 @@ class PackedLinearMethod(UnquantizedLinearMethod):
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if x.dtype != layer.weight.dtype:
+        same = x.dtype == layer.weight.dtype
+        packed = repacked(self._weight, layer.weight) if same else None
+        if packed is None:
             return F.linear(x, layer.weight, bias)
-        if not self._weight.is_current(layer.weight):
-            if not can_pack(layer.weight):  # it is of another type now
-                return F.linear(x, layer.weight, bias)
-            self._weight = PackedWeight(layer.weight)
-        return self._weight.linear(x, bias)
+        self._weight = packed
+        return packed.linear(x, bias)
 
 
 class PackedHeadMethod(UnquantizedEmbeddingMethod):
@@ -95,11 +94,18 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         weight = layer.weight
-        if self._weight is None or not self._weight.is_current(weight):
-            if not can_pack(weight):  # it is of another type now
-                return F.linear(x.to(weight.dtype), weight, bias)
-            self._weight = PackedWeight(weight)
-        return self._weight.linear(x.to(weight.dtype), bias)
+        packed = repacked(self._weight, weight)
+        if packed is None:
+            return F.linear(x.to(weight.dtype), weight, bias)
+        self._weight = packed
+        return packed.linear(x.to(weight.dtype), bias)
+
+
+def repacked(packed: PackedWeight | None, weight: torch.Tensor) -> PackedWeight | None:
+    """The weight as it is now, packed; None where an update made it a type that cannot be."""
+    if packed is not None and packed.is_current(weight):
+        return packed
+    return PackedWeight(weight) if can_pack(weight) else None
 
 
 @functools.cache

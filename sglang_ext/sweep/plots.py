@@ -105,7 +105,7 @@ def _latency_throughput(mode: str) -> Callable[[Summary], Any]:
 
 
 def _speedup_by_batch(summary: Summary) -> Any:
-    """Speedup over AR against batch size, with quartiles, a panel by workload."""
+    """Speedup over AR against batch size, with the range of the repeats, a panel by workload."""
     workloads = [workload for workload, mode in summary.panels() if mode == BATCH]
     if not workloads or BASELINE not in summary.methods:
         return None
@@ -211,7 +211,7 @@ _PLOTS: Sequence[tuple[Plot, Callable[[Summary], Any]]] = (
     (
         Plot(
             "speedup-by-batch",
-            "Output tokens/s by AR's at the same batch size; bars are quartiles over the repeats.",
+            "Output tokens/s by AR's at the same batch size; bars are the range of the repeats.",
         ),
         _speedup_by_batch,
     ),
