@@ -64,7 +64,7 @@ def test_the_page_is_whole_and_loads_nothing(report):
     assert "url(http" not in text
     assert page.names.count("svg") == 4
     assert "script" not in page.names
-    assert "660.0 ±4.5% (1.50x)" in text
+    assert "660.0 ±9.1% (1.50x)" in text
     for part in ("A CPU", "0.5.23", "--drafters pld", "abc", "/models/tiny"):
         assert part in text
 
