@@ -1,5 +1,6 @@
 """What a workload is made of."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -68,6 +69,22 @@ def streams(items: Sequence[Item]) -> list[list[Item]]:
         else:
             found.append([item])
     return found
+
+
+def tokens_in_flight(items: Iterable[Item], count: int) -> int:
+    """Tokens that `count` requests sent one behind the other take in a KV pool, at the most.
+
+    What a prompt begins with as the one before it does, a radix cache has once.
+    """
+    items = list(items)
+    own = [item.most_tokens for item in items]
+    for place, (before, item) in enumerate(itertools.pairwise(items), start=1):
+        pairs = zip(before.input_ids, item.input_ids, strict=False)
+        own[place] -= sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    most = 0
+    for place, item in enumerate(items):
+        most = max(most, item.most_tokens + sum(own[place + 1 : place + count]))
+    return most
 
 
 def heads(items: Iterable[Item]) -> list[Item]:

@@ -11,7 +11,7 @@ import httpx
 
 from sglang_ext.started_server import ServerError
 from sglang_ext.sweep import environment
-from sglang_ext.sweep.items import Item, Workload, heads
+from sglang_ext.sweep.items import Item, Workload, heads, tokens_in_flight
 from sglang_ext.sweep.load import ServerGone, run_batch, run_rate
 from sglang_ext.sweep.measuring import Measurement, items_at, items_of, params_of, quietly
 from sglang_ext.sweep.methods import LEARNING_CACHES, Method
@@ -26,6 +26,8 @@ _WARM_UP = "warm-up"
 _WARM_UP_REQUESTS, _WARM_UP_PROMPT, _WARM_UP_TOKENS = 4, 512, 16
 # While prompts are answered that are not measured, or arrive by themselves.
 _IN_FLIGHT = 16
+# Drafts take room too, and no request is to wait for another one's end.
+_KV_MARGIN = 2
 
 
 class SweepError(Exception):
@@ -114,16 +116,14 @@ class Runner:
         keys = self._servers_of(left)
         if PLAIN_SERVER not in keys and self._unanswered(left):
             keys.append(PLAIN_SERVER)
-        longest = max(
-            item.most_tokens
-            for workload in self._workloads.values()
-            for item in workload.measured + workload.served_before
-        )
+        parts = [p for w in self._workloads.values() for p in (w.measured, w.served_before)]
+        longest = max(item.most_tokens for part in parts for item in part)
         # Whatever is left to do: a sweep that goes on must have the same servers.
         warm = any(self._methods[name].corpus for name in self._plan.methods)
         busy = (_IN_FLIGHT,) if self._plan.rates or warm else ()
         in_flight = max((*self._plan.batches, *busy))
-        self._servers.prepare(keys, self._model_path, longest * in_flight, longest)
+        needed = _KV_MARGIN * max(tokens_in_flight(part, in_flight) for part in parts)
+        self._servers.prepare(keys, self._model_path, needed, longest)
         if self._servers.together:
             for key in keys:
                 self._start(key)

@@ -1,6 +1,6 @@
 """Items by stream, and streams as sessions."""
 
-from sglang_ext.sweep.items import Item, as_sessions, streams
+from sglang_ext.sweep.items import Item, as_sessions, streams, tokens_in_flight
 
 PARAMS = {"drafter": "ssbd", "ssbd": {"beta": 0.2}, "ingest": True}
 
@@ -37,3 +37,15 @@ def test_each_stream_is_a_session_and_what_it_ends_with_is_ingested():
 def test_what_a_request_takes_in_the_servers_cache():
     assert item("a").most_tokens == 7
     assert Item("a", "c", (), 5, audio="data:").most_tokens == 1504 + 5
+
+
+def test_requests_in_flight_have_the_beginning_that_they_share_in_the_cache_once():
+    document = tuple(range(100))
+    items = [Item(str(n), "c", (*document, 1000 + n), 10) for n in range(4)]
+    assert tokens_in_flight(items, 1) == 111
+    assert tokens_in_flight(items, 3) == 111 + 2 * 11
+    assert tokens_in_flight(items, 16) == 111 + 3 * 11
+    # The largest of all that can be in flight together, wherever they are.
+    longer = Item("longer", "c", tuple(range(2000, 2300)), 10)
+    assert tokens_in_flight([*items, longer], 2) == 111 + 310
+    assert tokens_in_flight([], 2) == 0
