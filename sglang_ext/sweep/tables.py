@@ -68,10 +68,12 @@ def described(summary: Summary) -> str:
     text = (
         f"{' and '.join(loads)}; up to {plan.prompts} prompts of each workload, up to "
         f"{plan.max_tokens} tokens each (of texts at least half as many, by chance), greedy; "
-        f"medians of {plan.repeats} repeats."
     )
     if summary.runs < summary.planned:
-        text += f" Unfinished: {summary.runs} of {summary.planned} runs."
+        text += f"medians of up to {plan.repeats} repeats. "
+        text += f"Unfinished: {summary.runs} of {summary.planned} runs."
+    else:
+        text += f"medians of {plan.repeats} repeats."
     return text[0].upper() + text[1:]
 
 

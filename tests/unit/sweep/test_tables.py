@@ -91,7 +91,7 @@ def test_markdown_of_an_unfinished_sweep_says_what_is_missing(tmp_path):
         ),
     )
     text = markdown(summarize(Results.read(tmp_path)))
-    assert "Unfinished: 7 of 48 runs." in text
+    assert "medians of up to 3 repeats. Unfinished: 7 of 48 runs." in text
     assert "- mt-bench/batch-1/suffix, repeat 1: gone" in text
     table = next(overview(summarize(Results.read(tmp_path))))
     assert cells(table)["Suffix decoding"] == {"batch 1": "-"}
