@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from scripts.figures import parser, report
-from sglang_ext.budget import Calibration, CostModel, choose_nodes, knee
+from sglang_ext.budget import Calibration, choose_nodes
+from sglang_ext.cost_model import CostModel
 from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest, load
 from sglang_ext.options import Options
 from sglang_ext.tree import TokenTree
@@ -147,7 +148,7 @@ def replay(drafter: Drafter, answers: Sequence[Answer], batch: int, budgeted: bo
         trees = drafter.propose([r.request for r in running], MAX_NODES)
         if budgeted:
             probs = [r.calibration(t.probs) for r, t in zip(running, trees, strict=True)]
-            nodes = choose_nodes(probs, cost, knee(COSTS))
+            nodes = choose_nodes(probs, cost).nodes
             trees = [tree.first(int(n)) for tree, n in zip(trees, nodes, strict=True)]
         tokens = len(running) + sum(map(len, trees))
         total.cost += float(np.interp(tokens, list(COSTS), list(COSTS.values())))

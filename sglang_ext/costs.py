@@ -88,6 +88,21 @@ def forward_costs(model: torch.nn.Module, identity: Mapping[str, Any]) -> dict[i
     return costs
 
 
+def kv_read_s(runner: Any, costs: Mapping[int, float]) -> float:
+    """Seconds that reading a KV entry (a token's K and V of all layers) should take.
+
+    A pass of one token takes as long as reading the weights: they tell how fast memory is.
+
+    Args:
+        runner: SGLang's ModelRunner, its model loaded and its KV pool made.
+        costs: as `costs_of` measures them.
+    """
+    pool = runner.token_to_kv_pool
+    layers = [layer for layer, _ in _linear_layers(runner.model)]
+    weights = sum(p.nbytes for layer in layers for p in layer.parameters(recurse=False))
+    return costs[min(costs)] * pool.mem_usage * 2**30 / pool.size / weights
+
+
 @torch.inference_mode()
 def measure_forward_cost(
     model: torch.nn.Module, device: torch.device, rounds: int

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext import penalties
-from sglang_ext.budget import CostModel, choose_nodes, saved_seconds
+from sglang_ext.budget import choose_nodes
+from sglang_ext.cost_model import NODE_READS, CostModel
 from sglang_ext.drafters import Bias, Drafter, DrafterContext, load
 from sglang_ext.metrics import BudgetLog, SpeculationMetrics
 from sglang_ext.rationing import DraftingRation
@@ -199,12 +200,25 @@ class DraftPlanner:
         self._report(running, trees)
         return trees, width
 
-    def note_step(self, tokens: int, seconds: float, verify: bool = False) -> None:
-        """A forward pass over `tokens` tokens, and all that belongs to it, took `seconds`."""
+    def note_step(
+        self,
+        running: Sequence[RunningRequest],
+        tokens: int,
+        seconds: float,
+        trees: Sequence[TokenTree] = (),
+    ) -> None:
+        """A forward pass over `tokens` tokens, and all that belongs to it, took `seconds`.
+
+        Args:
+            trees: what it verified; none: it was a plain step.
+        """
         if self.metrics is not None:
-            self.metrics.note_step("verify" if verify else "plain", seconds)
+            self.metrics.note_step("verify" if trees else "plain", seconds)
         if self.cost is not None:
-            self.cost.observe(tokens, seconds, verify)
+            read = float(sum(r.context for r in running))
+            for r, tree in zip(running, trees, strict=False):
+                read += NODE_READS * r.context * len(tree)
+            self.cost.observe(tokens, seconds, bool(trees), read)
         if self._ration is not None:
             self._ration.note_step(seconds)
 
@@ -284,13 +298,19 @@ class DraftPlanner:
             request.calibration(tree.probs) if len(tree) and not request.fixed_budget else _NO_PROBS
             for request, tree in zip(running, trees, strict=True)
         ]
-        knee = self.knee or self._max_width * len(running)
-        nodes = choose_nodes(probs, self.cost, knee, self._ration.drafting_s, padded=padded)
+        choice = choose_nodes(
+            probs,
+            self.cost,
+            [r.context for r in running],
+            self._ration.drafting_s,
+            padded=padded,
+            most_tokens=self._options.budget_knee,
+        )
         chosen = [
             tree.first(self._max_width - 1 if request.fixed_budget else int(n))
-            for request, tree, n in zip(running, trees, nodes, strict=True)
+            for request, tree, n in zip(running, trees, choice.nodes, strict=True)
         ]
-        return chosen, saved_seconds(probs, nodes, self.cost)
+        return chosen, choice.saved_s
 
     def _report_counters(self) -> None:
         if self.metrics is not None:

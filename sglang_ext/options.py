@@ -74,8 +74,8 @@ class Options:
     )
     budget_knee: int = _option(
         0,
-        "I_knee: tokens of a forward pass past which a batch verifies only sure drafts; "
-        "0: measured at start-up",
+        "I_knee: most tokens of a forward pass that verifies, on CPUs (s_q = I_knee / batch); "
+        "0: as many as pay",
         low=0,
     )
     draft_model: str = _option(

@@ -145,6 +145,11 @@ class RunningRequest:
     has been reported."""
 
     @property
+    def context(self) -> int:
+        """KV entries that its next token attends to."""
+        return len(self.draft.prompt) + len(self.draft.output)
+
+    @property
     def remaining_tokens(self) -> int:
         """How many tokens the request may still write."""
         limit = self.req.sampling_params.max_new_tokens

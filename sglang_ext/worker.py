@@ -46,8 +46,9 @@ from sglang.srt.utils import broadcast_pyobj
 from sglang_ext import penalties
 from sglang_ext.api import control
 from sglang_ext.bias import BiasedRows, prefer_next_tokens
-from sglang_ext.budget import CostModel, knee
-from sglang_ext.costs import costs_of
+from sglang_ext.budget import knee
+from sglang_ext.cost_model import CostModel
+from sglang_ext.costs import costs_of, kv_read_s
 from sglang_ext.disaggregation.arrivals import tell_of_arrivals
 from sglang_ext.drafters import Bias, DrafterContext
 from sglang_ext.drafters.corpora import Corpora, documents_of
@@ -128,7 +129,7 @@ class SpeculativeWorker(BaseSpecWorker):
             context,
             self.speculative_num_draft_tokens,
             4 * self.model_runner.max_running_requests,
-            CostModel(costs) if self.on_host else None,
+            CostModel(costs, kv_read_s(self.model_runner, costs)) if self.on_host else None,
             active=active,
             knee=knee(costs) if costs else None,
             metrics=self._metrics() if active and get_observability().enable_metrics else None,
@@ -331,7 +332,7 @@ class SpeculativeWorker(BaseSpecWorker):
         self._set_exact_penalties(batch, running)
         result = self._target_worker.forward_batch_generation(batch)
         prefer_next_tokens(result, batch, biases)
-        self.planner.note_step(len(running), time.perf_counter() - start)
+        self.planner.note_step(running, len(running), time.perf_counter() - start)
         if on_publish is not None:
             on_publish(new_seq_lens)
         logits = result.logits_output
@@ -391,7 +392,7 @@ class SpeculativeWorker(BaseSpecWorker):
             predicted = accepted.predict.numpy().reshape(packed.tokens.shape) if greedy else None
             index = accepted.accept_index.numpy()
             self.planner.observe(running, trees, packed, index, predicted)
-            self.planner.note_step(forwarded, time.perf_counter() - start, verify=True)
+            self.planner.note_step(running, forwarded, time.perf_counter() - start, trees)
         tokens = accepted.predict[accepted.accept_index.long()]
         return self._result(
             logits_output,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.budget import CostModel
+from sglang_ext.cost_model import CostModel
 from sglang_ext.sweep.plan import BATCH
 from sglang_ext.sweep.plots import panels
 from sglang_ext.sweep.summary import OURS, Summary, title

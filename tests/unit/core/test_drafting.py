@@ -230,7 +230,7 @@ def test_drafting_that_never_pays_takes_little_of_the_time(budget, calls, monkey
     running = plan.requests.update([request("x", [1])], None)
     for _ in range(100):
         plan.plan(running)
-        plan.note_step(1, 0.02)
+        plan.note_step(running, 1, 0.02)
     proposed = sum(call == ("propose",) for call in drafter.calls)
     assert proposed == pytest.approx(calls, abs=1)
 
