@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sglang_ext import drafting
-from sglang_ext.budget import CostModel
+from sglang_ext.cost_model import CostModel
 from sglang_ext.drafters import Bias, DrafterContext, DrafterError
 from sglang_ext.drafting import DraftPlanner
 from sglang_ext.options import Options
