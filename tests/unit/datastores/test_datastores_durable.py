@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -237,9 +238,11 @@ def test_the_folding_process_may_be_killed(tmp_path: Path, monkeypatch: pytest.M
         assert drafted(store, [4]) == {5, 6}
 
 
-def test_more_than_can_be_folded_is_refused(tmp_path: Path, monkeypatch) -> None:
-    with opened(tmp_path / "d", live_buffer_tokens=100, live_interval=60) as store:
-        assert [store.add([1] * 40) for _ in range(4)] == [True, True, False, False]
+def test_more_than_fits_the_queue_is_refused(tmp_path: Path, may_sort: threading.Event) -> None:
+    with opened(tmp_path / "d", live_buffer_tokens=100) as store:
+        taken = [store.add([1] * 40) for _ in range(4)]
+        may_sort.set()
+        assert taken == [True, True, False, False]
         assert store.info().dropped_documents == 2
 
 
