@@ -19,6 +19,9 @@ from sglang_ext.cost_model import NODE_READS, CostModel
 # A speculative step must promise this much more than a plain one: pays for being wrong about
 # either side.
 MIN_GAIN = 1.03
+# Of many estimates the highest are chosen, and those are too high more often than too low: a
+# node's probability counts as this power of it.
+CAUTION = 1.1
 _BINS = 12
 
 
@@ -151,6 +154,7 @@ def choose_nodes(
     if not grid:
         return none
     # A node is verified only with those before it in its tree, so it ranks no higher.
+    probs = [p**CAUTION for p in probs]
     rank = np.concatenate([np.minimum.accumulate(p) for p in probs])
     order = np.argsort(-rank, kind="stable")
     owners = np.repeat(np.arange(bs), [len(p) for p in probs])[order]

@@ -165,10 +165,20 @@ def _attend_lanes(
         seen[lane] = n + further_counts[token]
         longest = max(longest, seen[lane])
     columns = queries.ctypes.data
-    for i in range(n):
-        if i + _AHEAD < n:
-            prefetch(_row(k, slots[i + _AHEAD], kv_head), size)
-        dots(_row(k, slots[i], kv_head), columns, size, scores[i].ctypes.data)
+    whole = n - n % 4
+    for i in range(0, whole, 4):
+        if i + 8 <= n:
+            for j in range(i + 4, i + 8):
+                prefetch(_row(k, slots[j], kv_head), size)
+        rows = (
+            _row(k, slots[i], kv_head),
+            _row(k, slots[i + 1], kv_head),
+            _row(k, slots[i + 2], kv_head),
+            _row(k, slots[i + 3], kv_head),
+        )
+        dots(rows, columns, size, scores[i].ctypes.data)
+    for i in range(whole, n):
+        dots((_row(k, slots[i], kv_head),), columns, size, scores[i].ctypes.data)
     for i in range(n):
         for lane in range(LANES):
             scores[i, lane] *= scale
@@ -189,7 +199,6 @@ def _attend_lanes(
     for lane in range(lanes):
         for d in range(size):
             sums[lane, d] = np.float32(0)
-    whole = n - n % 4
     for i in range(0, whole, 4):
         if i + 8 <= n:
             for j in range(i + 4, i + 8):

@@ -42,32 +42,45 @@ def dot(typing_context, a, b, length):
 
 
 @intrinsic
-def dots(typing_context, row, columns, length, to):
-    """Sixteen products: of the vector at `row` with each column of `columns` [length, 16]."""
+def dots(typing_context, rows, columns, length, to):
+    """Sixteen products of each row: of the vector there with each column of `columns` [length, 16].
+
+    Args:
+        rows: a tuple of addresses; `columns` is loaded once for all.
+        to: address of [rows, 16].
+    """
 
     def generate(context, builder, signature, args):
-        row, columns, length, to = args
-        totals = [cgutils.alloca_once_value(builder, _zeros(_VECTOR)) for _ in range(LANES)]
+        rows, columns, length, to = args
+        rows = [builder.extract_value(rows, i) for i in range(signature.args[0].count)]
 
-        def add(d, total):
-            value = _splat(builder, _load(builder, _FLOAT, row, d))
+        def add(d, totals):
             column = _load(builder, _VECTOR, columns, builder.mul(d, _INDEX(LANES)))
-            builder.store(_multiply_add(builder, value, column, builder.load(total)), total)
+            for row, total in zip(rows, totals, strict=True):
+                value = _splat(builder, _load(builder, _FLOAT, row, d))
+                builder.store(_multiply_add(builder, value, column, builder.load(total)), total)
 
-        with _for_whole(builder, length) as start:
-            for lane, total in enumerate(totals):
-                add(builder.add(start, _INDEX(lane)), total)
-        sums = [builder.load(total) for total in totals]
-        while len(sums) > 1:
-            half = len(sums) // 2
-            sums = [builder.fadd(sums[i], sums[i + half]) for i in range(half)]
-        result = cgutils.alloca_once_value(builder, sums[0])
+        def sums(first, step):
+            """What the lanes first, first + step, ... add up to: few registers are in use."""
+            if step < LANES:
+                halves = zip(sums(first, 2 * step), sums(first + step, 2 * step), strict=True)
+                return [builder.fadd(low, high) for low, high in halves]
+            totals = [cgutils.alloca_once(builder, _VECTOR) for _ in rows]
+            for total in totals:
+                builder.store(_zeros(_VECTOR), total)
+            with _for_whole(builder, length) as start:
+                add(builder.add(start, _INDEX(first)), totals)
+            return [builder.load(total) for total in totals]
+
+        results = [cgutils.alloca_once_value(builder, total) for total in sums(0, 1)]
         with _for_rest(builder, length) as d:
-            add(d, result)
-        builder.store(builder.load(result), _at(builder, _VECTOR, to, _INDEX(0)), align=4)
+            add(d, results)
+        for i, result in enumerate(results):
+            place = _at(builder, _VECTOR, to, _INDEX(i * LANES))
+            builder.store(builder.load(result), place, align=4)
         return context.get_dummy_value()
 
-    return types.void(types.uintp, types.uintp, types.intp, types.uintp), generate
+    return types.void(rows, types.uintp, types.intp, types.uintp), generate
 
 
 @intrinsic

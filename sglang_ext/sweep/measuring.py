@@ -23,8 +23,8 @@ _NAMESPACE = "sweep-{}"
 _OPENING_TOKENS = 32
 # Prompts (streams) of a run for each one in flight, and the least of them: a run of a small batch
 # is to take no longer than one of a large batch, which needs more prompts to be full.
-_PROMPTS_IN_FLIGHT, _LEAST_PROMPTS = 4, 8
-# A part has so many times the requests in flight: at its end fewer are.
+_PROMPTS_IN_FLIGHT, _LEAST_PROMPTS = 4, 16
+# A part has so many times the requests in flight, if those are several: at its end fewer are.
 _ROUNDS = 2
 
 
@@ -44,7 +44,7 @@ def parts_of(workload: Workload, point: Point) -> list[tuple[Item, ...]]:
     items = items_at(workload, point)
     if point.mode != BATCH:
         return [tuple(items)]
-    least = _ROUNDS * int(point.load)
+    least = _ROUNDS * int(point.load) if point.load > 1 else 1
     parts: list[list[list[Item]]] = []
     for stream in streams(items):
         group = stream[0].group

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sglang_ext.budget import Calibration, choose_nodes, knee, token_grid
+from sglang_ext.budget import CAUTION, Calibration, choose_nodes, knee, token_grid
 from sglang_ext.cost_model import NODE_READS, CostModel
 
 # Relative costs of 1..64 tokens through prepacked fp32 layers (shared/facts.md).
@@ -78,14 +78,14 @@ def test_the_user_may_bound_what_a_step_verifies():
 def test_nodes_of_long_contexts_must_be_surer():
     # 10,000 entries are read in the time that the linear layers take for two tokens.
     cost = CostModel(PRIOR, read_s=PRIOR[2] / 10_000)
-    fair = np.array([0.38])
+    fair = np.array([0.415])
     assert choose_nodes([fair, fair], cost, [10_000, 10_000]).nodes.sum() == 0
     assert choose_nodes([fair, fair], cost, [10, 10]).nodes.tolist() == [1, 1]
     sure = np.array([0.95])
     choice = choose_nodes([sure, sure], cost, [9_000, 1_000])
     assert choice.nodes.tolist() == [1, 1]
     both = cost.cost(4, verify=True, read=10_000 * (1 + NODE_READS))
-    assert choice.saved_s == pytest.approx(1.95 * cost.cost(2, read=10_000) - both)
+    assert choice.saved_s == pytest.approx((1 + 0.95**CAUTION) * cost.cost(2, read=10_000) - both)
 
 
 def test_nodes_never_lose_to_plain_in_expectation():

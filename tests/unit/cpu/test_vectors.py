@@ -15,9 +15,14 @@ def product(a, b):
 
 
 @numba.njit
-def products(row, columns, to):
-    prefetch(row.ctypes.data, row.size)
-    dots(row.ctypes.data, columns.ctypes.data, row.size, to.ctypes.data)
+def products(rows, columns, to):
+    """All but the last row two at once."""
+    length = rows.shape[1]
+    for i in range(0, len(rows) - 1, 2):
+        prefetch(rows[i].ctypes.data, length)
+        pair = (rows[i].ctypes.data, rows[i + 1].ctypes.data)
+        dots(pair, columns.ctypes.data, length, to[i].ctypes.data)
+    dots((rows[-1].ctypes.data,), columns.ctypes.data, length, to[-1].ctypes.data)
 
 
 @numba.njit
@@ -37,14 +42,15 @@ def random():
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_sixteen_products_are_the_single_ones_to_the_bit(random, length):
-    row = random.standard_normal(length, np.float32)
+    rows = random.standard_normal((3, length), np.float32)
     columns = random.standard_normal((length, LANES), np.float32)
-    together = np.empty(LANES, np.float32)
-    products(row, columns, together)
-    alone = [product(row, np.ascontiguousarray(columns[:, lane])) for lane in range(LANES)]
-    assert together.tolist() == [float(value) for value in alone]
-    exact = row.astype(np.float64) @ columns.astype(np.float64)
-    bound = 1e-6 * np.abs(row).astype(np.float64) @ np.abs(columns)
+    together = np.empty((3, LANES), np.float32)
+    products(rows, columns, together)
+    apart = [np.ascontiguousarray(columns[:, lane]) for lane in range(LANES)]
+    alone = [[float(product(row, column)) for column in apart] for row in rows]
+    assert together.tolist() == alone
+    exact = rows.astype(np.float64) @ columns.astype(np.float64)
+    bound = 1e-6 * np.abs(rows).astype(np.float64) @ np.abs(columns)
     assert (np.abs(together - exact) <= bound + 1e-12).all()
 
 

@@ -182,7 +182,7 @@ def test_the_cache_is_flushed_before_each_run_and_warm_ups_are_not_repeated(whol
     plain = servers.server("plain")
     # As it is opened and before each part (of three prompts two at batch 1, one at batch 2), but
     # NGRAM, which would forget what it has learned.
-    assert plain.paths().count("/flush_cache") == (1 + 2 + 1 + 1) * TOTAL / 4 / 2
+    assert plain.paths().count("/flush_cache") == (1 + 3 + 1 + 1) * TOTAL / 4 / 2
     assert servers.server("ngram").paths().count("/flush_cache") == TOTAL / 4
     warm = [b for b in plain.generated() if b["sampling_params"]["max_new_tokens"] == 16]
     assert sorted(b["input_ids"][0] for b in warm) == [51, 52, 250, 251]  # never a measured one
@@ -243,9 +243,9 @@ def test_a_server_that_dies_is_started_again_and_the_run_repeated(tmp_path):
 
 
 def test_methods_take_turns_within_a_load(tmp_path):
-    many = tuple(Item(f"m{i}", "c", (10 + i, 1), MEASURED_TOKENS) for i in range(12))
+    many = tuple(Item(f"m{i}", "c", (10 + i, 1), MEASURED_TOKENS) for i in range(24))
     long = Workload("w", "text", many, (Item("s", "c", (90, 1), MEASURED_TOKENS),))
-    plan = replace(PLAN, methods=("ar", "cold", "live"), workloads=("w",), batches=(2,), repeats=1)
+    plan = replace(PLAN, methods=("ar", "cold", "live"), workloads=("w",), batches=(4,), repeats=1)
     order: list = []
     servers = FakeServers(SERVERS)
 
@@ -262,13 +262,13 @@ def test_methods_take_turns_within_a_load(tmp_path):
         Runner(results, {"w": long}, METHODS, servers, "/no/model", str, servers.said.append).run()
     turns = [(who, len(list(sent))) for who, sent in itertools.groupby(order)]
     ar, cold, live = ("plain", False), ("sssd", False), ("sssd", True)
-    assert turns == [(ar, 4), (cold, 4), (live, 4), (cold, 4), (live, 4), (ar, 4)]
+    assert turns == [(ar, 8), (cold, 8), (live, 8), (cold, 8), (live, 8), (ar, 8)]
     assert any("turn 2 of 2" in line for line in servers.said)
     found = Results.read(tmp_path)
-    assert [p.requests for p in found.points] == [8, 8, 8]
+    assert [p.requests for p in found.points] == [16, 16, 16]
     for point in found.points:
         starts = [r.start_s for r in found.requests if r.method == point.method]
-        assert starts[4] >= starts[3] and max(starts) < point.duration_s
+        assert starts[8] >= starts[7] and max(starts) < point.duration_s
 
 
 def test_documents_are_read_once_for_all_methods_of_a_server(tmp_path):
@@ -307,9 +307,9 @@ def test_parts_keep_streams_and_documents_together():
         assert given == measured[: len(given)]
         return [len(part) for part in parts]
 
-    # Eight prompts, or four for each in flight.
-    assert sizes(items(40), 1.0) == [2, 2, 2, 2]
-    assert sizes(items(40), 2.0) == [4, 4]
+    # Sixteen prompts, or four for each in flight.
+    assert sizes(items(40), 1.0) == [1] * 16
+    assert sizes(items(40), 2.0) == [4, 4, 4, 4]
     assert sizes(items(40), 4.0) == [8, 8]
     assert sizes(items(40), 8.0) == [16, 16]
     assert sizes(items(40), 16.0) == [40]
@@ -318,9 +318,9 @@ def test_parts_keep_streams_and_documents_together():
     assert sizes(items(16), 1.0, "rate") == [16]
     documents = [*items(6, group="a"), *items(5, group="b"), *items(1, group="c")]
     assert sizes(documents, 4.0) == [12]
-    assert sizes(documents, 1.0) == [6, 2]
+    assert sizes(documents, 1.0) == [6, 5, 1]
     growing = [item for s in range(9) for item in items(3, stream=f"s{s}")]
-    assert sizes(growing, 2.0) == [12, 12]
+    assert sizes(growing, 2.0) == [12, 15]
 
 
 def test_a_point_that_kills_its_server_twice_is_left_out(tmp_path):
