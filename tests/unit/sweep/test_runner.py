@@ -180,7 +180,7 @@ def test_each_run_of_a_live_method_has_a_namespace_of_its_own(whole):
 def test_the_cache_is_flushed_before_each_run_and_warm_ups_are_not_repeated(whole):
     _, _, servers = whole
     plain = servers.server("plain")
-    # As it is opened and before each part (of three prompts two at batch 1, one at batch 2), but
+    # As it is opened and before each part (of three prompts three at batch 1, one at batch 2), but
     # NGRAM, which would forget what it has learned.
     assert plain.paths().count("/flush_cache") == (1 + 3 + 1 + 1) * TOTAL / 4 / 2
     assert servers.server("ngram").paths().count("/flush_cache") == TOTAL / 4
