@@ -21,9 +21,10 @@ from sglang_ext.sweep.servers import ControlError, RunningServer
 
 _NAMESPACE = "sweep-{}"
 _OPENING_TOKENS = 32
-# Prompts (streams) of a run for each one in flight, and the least of them: a run of a small batch
-# is to take no longer than one of a large batch, which needs more prompts to be full.
-_PROMPTS_IN_FLIGHT, _LEAST_PROMPTS = 4, 16
+# Prompts (streams) of a run for each one in flight, and the least of them, of a document the least
+# questions: a run of a small batch is to take no longer than one of a large batch, which needs more
+# prompts to be full.
+_PROMPTS_IN_FLIGHT, _LEAST_PROMPTS, _LEAST_QUESTIONS = 4, 16, 8
 # A part has so many times the requests in flight, if those are several: at its end fewer are.
 _ROUNDS = 2
 
@@ -32,7 +33,9 @@ def items_at(workload: Workload, point: Point) -> Sequence[Item]:
     """The measured items of a point: all at a rate, the first ones of a small batch."""
     if point.mode != BATCH:
         return workload.measured
-    count = max(_LEAST_PROMPTS, _PROMPTS_IN_FLIGHT * int(point.load))
+    documents = any(item.group for item in workload.measured)
+    least = _LEAST_QUESTIONS if documents else _LEAST_PROMPTS
+    count = max(least, _PROMPTS_IN_FLIGHT * int(point.load))
     return [item for stream in streams(workload.measured)[:count] for item in stream]
 
 
