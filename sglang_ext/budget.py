@@ -153,8 +153,8 @@ def choose_nodes(
     grid = token_grid(bs, min(bs + drafted, most_tokens or bs + drafted))
     if not grid:
         return none
-    # A node is verified only with those before it in its tree, so it ranks no higher.
     probs = [p**CAUTION for p in probs]
+    # A node is verified only with those before it in its tree, so it ranks no higher.
     rank = np.concatenate([np.minimum.accumulate(p) for p in probs])
     order = np.argsort(-rank, kind="stable")
     owners = np.repeat(np.arange(bs), [len(p) for p in probs])[order]

@@ -100,6 +100,20 @@ def _row(array, i, j):
     return array.ctypes.data + np.uintp(i * array.strides[0] + j * array.strides[1])
 
 
+@numba.njit(nogil=True)
+def _four_rows(array, slots, i, n, j):
+    """Addresses of array[slots[i:][:4], j]; the next four of slots[:n] are prefetched."""
+    if i + 8 <= n:
+        for ahead in range(i + 4, i + 8):
+            prefetch(_row(array, slots[ahead], j), array.shape[2])
+    return (
+        _row(array, slots[i], j),
+        _row(array, slots[i + 1], j),
+        _row(array, slots[i + 2], j),
+        _row(array, slots[i + 3], j),
+    )
+
+
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True)
 def _attend_one(
     q, k, v, out, t, head, kv_head, slots, n, further, scale, soft_cap, scores, bits
@@ -125,16 +139,8 @@ def _attend_one(
     to = own.ctypes.data
     whole = n - n % 4
     for i in range(0, whole, 4):
-        if i + 8 <= n:
-            for j in range(i + 4, i + 8):
-                prefetch(_row(v, slots[j], kv_head), size)
         weights = (scores[i], scores[i + 1], scores[i + 2], scores[i + 3])
-        rows = (
-            _row(v, slots[i], kv_head),
-            _row(v, slots[i + 1], kv_head),
-            _row(v, slots[i + 2], kv_head),
-            _row(v, slots[i + 3], kv_head),
-        )
+        rows = _four_rows(v, slots, i, n, kv_head)
         add_rows(to, size, weights, rows)
     for i in range(whole, n):
         add_rows(to, size, (scores[i],), (_row(v, slots[i], kv_head),))
@@ -167,15 +173,7 @@ def _attend_lanes(
     columns = queries.ctypes.data
     whole = n - n % 4
     for i in range(0, whole, 4):
-        if i + 8 <= n:
-            for j in range(i + 4, i + 8):
-                prefetch(_row(k, slots[j], kv_head), size)
-        rows = (
-            _row(k, slots[i], kv_head),
-            _row(k, slots[i + 1], kv_head),
-            _row(k, slots[i + 2], kv_head),
-            _row(k, slots[i + 3], kv_head),
-        )
+        rows = _four_rows(k, slots, i, n, kv_head)
         dots(rows, columns, size, scores[i].ctypes.data)
     for i in range(whole, n):
         dots((_row(k, slots[i], kv_head),), columns, size, scores[i].ctypes.data)
@@ -200,15 +198,7 @@ def _attend_lanes(
         for d in range(size):
             sums[lane, d] = np.float32(0)
     for i in range(0, whole, 4):
-        if i + 8 <= n:
-            for j in range(i + 4, i + 8):
-                prefetch(_row(v, slots[j], kv_head), size)
-        rows = (
-            _row(v, slots[i], kv_head),
-            _row(v, slots[i + 1], kv_head),
-            _row(v, slots[i + 2], kv_head),
-            _row(v, slots[i + 3], kv_head),
-        )
+        rows = _four_rows(v, slots, i, n, kv_head)
         for lane in range(lanes):
             weights = (
                 scores[i, lane], scores[i + 1, lane], scores[i + 2, lane], scores[i + 3, lane]

@@ -20,7 +20,7 @@ def may_sort(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     run = LiveCollection._run
 
     def run_later(collection: LiveCollection) -> None:
-        event.wait()
+        event.wait(60)  # a test that fails before it sets it must end all the same
         run(collection)
 
     monkeypatch.setattr(LiveCollection, "_run", run_later)
