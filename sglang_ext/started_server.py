@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import IO
 
 import httpx
@@ -23,11 +24,14 @@ class ServerError(Exception):
 
 
 @contextlib.contextmanager
-def started(model: str, flags: Sequence[str]) -> Iterator["StartedServer"]:
+def started(
+    model: str, flags: Sequence[str], log_file: Path | None = None
+) -> Iterator["StartedServer"]:
     """A server on the loopback interface, which loads its model; see `StartedServer.wait`.
 
     Args:
         flags: further ones of `sglang-ext serve`.
+        log_file: what it prints is added to it, and kept.
     """
     port = free_port()
     command = [
@@ -35,7 +39,7 @@ def started(model: str, flags: Sequence[str]) -> Iterator["StartedServer"]:
         "--host", "127.0.0.1", "--port", str(port), *flags,
     ]  # fmt: skip
     with (
-        tempfile.TemporaryFile() as log,
+        open(log_file, "a+b") if log_file else tempfile.TemporaryFile() as log,
         # SGLang leaves its sockets behind.
         tempfile.TemporaryDirectory(prefix="sglang-ext-", ignore_cleanup_errors=True) as folder,
     ):

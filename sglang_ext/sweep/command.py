@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -84,6 +85,11 @@ def add_commands(commands: Any) -> None:
     command.add_argument(
         "--repeats", type=whole_number, metavar="N", help=f"runs of each point [{FULL.repeats}]"
     )
+    command.add_argument(
+        "--most-repeats", type=whole_number, default=0, metavar="N",
+        help="repeat up to N times where SSSD and AR, or its best peer, are too close to tell "
+        "which is faster [as --repeats]",
+    )  # fmt: skip
     command.add_argument(
         "--prompts",
         type=whole_number,
@@ -225,6 +231,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     for key, _ in args.url:
         if key not in SERVERS:
             raise SweepUsageError(f"--url {key}=...: expected one of {', '.join(SERVERS)}")
+    _check_packages(methods, [key for key, _ in args.url])
     if not chosen["batches"] and not chosen["rates"]:
         raise SweepUsageError("neither --batches nor --rates: there is nothing to measure")
     return Plan(
@@ -233,6 +240,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         seed=args.seed,
         data=str(_data(args.data, set(kinds.values()))),
         server_flags=tuple(shlex.split(args.server_flags)),
+        most_repeats=args.most_repeats,
         **chosen,
     )
 
@@ -256,6 +264,21 @@ def _check_kinds(
                     f"method {made.name!r} cannot decode workload {workload!r} ({kind}); it is "
                     f"for {', '.join(sorted(made.workload_kinds))}"
                 )
+
+
+def _check_packages(methods: Sequence[str], running: Collection[str]) -> None:
+    """Raises SweepUsageError: a server to be started would lack a package."""
+    from sglang_ext.sweep.methods import method
+
+    chosen = [made for name in methods if (made := method(name)).server not in running]
+    lacking = [made for made in chosen if made.module and find_spec(made.module) is None]
+    if lacking:
+        without = ",".join(name for name in methods if method(name) not in lacking)
+        raise SweepUsageError(
+            f"method {lacking[0].name!r} needs the package of {lacking[0].module}, which is not "
+            "installed: `make peers`, or docs/peers.md"
+            + (f"; without it: --methods {without}" if without else "")
+        )
 
 
 def _data(given: Path | None, kinds: Collection[str]) -> Path:
@@ -308,7 +331,7 @@ def _sweep(
     args: argparse.Namespace, results: Any, workloads: dict[str, Any], path: str, tokenizer: Any
 ) -> int:
     """Measure what is left and report; returns the exit code."""
-    from sglang_ext.sweep.methods import METHODS, SERVERS
+    from sglang_ext.sweep.methods import METHODS, servers_for
     from sglang_ext.sweep.runner import Runner
     from sglang_ext.sweep.servers import Servers
 
@@ -320,7 +343,8 @@ def _sweep(
 
     _note_environment(results, say)
     plan = results.plan
-    with Servers(plan.model, SERVERS, plan.server_flags, dict(args.url), say) as servers:
+    flags = servers_for(METHODS[name] for name in plan.methods)
+    with Servers(plan.model, flags, plan.server_flags, dict(args.url), say, args.out) as servers:
         runner = Runner(results, workloads, METHODS, servers, path, decode, say)
         say(f"{args.out}: {len(runner.left())} of {sum(1 for _ in plan.order())} runs to make")
         runner.run()

@@ -21,10 +21,10 @@ from sglang_ext.sweep.servers import ControlError, RunningServer
 
 _NAMESPACE = "sweep-{}"
 _OPENING_TOKENS = 32
-# Prompts (streams) of a run for each one in flight, and the least of them, of a document the least
-# questions: a run of a small batch is to take no longer than one of a large batch, which needs more
-# prompts to be full.
-_PROMPTS_IN_FLIGHT, _LEAST_PROMPTS, _LEAST_QUESTIONS = 4, 16, 8
+# Prompts (streams) of a run for each one in flight, so that a large batch is full most of the time,
+# and the least of them (of documents: questions): on a machine where a request's time varies by a
+# tenth, fewer do not tell methods apart that differ by a few percent.
+_PROMPTS_IN_FLIGHT, _LEAST_PROMPTS, _LEAST_QUESTIONS = 4, 32, 8
 # A part has so many times the requests in flight, if those are several: at its end fewer are.
 _ROUNDS = 2
 

@@ -5,7 +5,7 @@ all that it drafts. How many nodes a step verifies is part of SSSD, not of its p
 `rest-budget` and `suffix-budget` show them with our budget.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class Method:
         sessions: a stream of growing sources is a session of its own, whose last output is the
             draft; only what a stream ends with is ingested.
         exact: greedy output is plain decoding's.
+        module: of a package that its drafter needs besides ours; "": none.
     """
 
     name: str
@@ -42,13 +43,14 @@ class Method:
     workload_kinds: frozenset[str] = frozenset({TEXT, RETRANSLATION})
     sessions: bool = False
     exact: bool = True
+    module: str = ""
 
 
 class UnknownMethod(ValueError):
     """No method has this name; the message lists them."""
 
 
-# Flags of `sglang-ext serve` besides model, host and port.
+# Flags of `sglang-ext serve` besides model, host and port; "sssd" also loads its peers' drafters.
 SERVERS: Mapping[str, tuple[str, ...]] = {
     "plain": (),
     "ngram": ("--speculative-algorithm", "NGRAM"),
@@ -56,7 +58,7 @@ SERVERS: Mapping[str, tuple[str, ...]] = {
     "ngram-corpus": (
         "--speculative-algorithm", "NGRAM", "--speculative-ngram-external-sam-budget", "6",
     ),
-    "sssd": ("--speculative-algorithm", "SSSD", "--drafters", "pld,rest,suffix"),
+    "sssd": ("--speculative-algorithm", "SSSD"),
     "specasr": ("--speculative-algorithm", "SSSD", "--draft-model", "whisper-tiny.en"),
     "ssbd": ("--speculative-algorithm", "SSSD", "--drafters", "ssbd"),
 }  # fmt: skip
@@ -99,7 +101,10 @@ METHODS: Mapping[str, Method] = {
         Method("ngram-corpus", "NGRAM with corpus", "ngram-corpus", corpus=True, peer=True),
         *_peer("pld", "PLD"),
         *_peer("rest", "REST", corpus=True),
-        *_peer("suffix", "Suffix decoding", corpus=True, fresh_namespace=True),
+        *_peer(
+            "suffix", "Suffix decoding", corpus=True, fresh_namespace=True,
+            module="arctic_inference",
+        ),
         # It shares its server with methods whose corpus is loaded there.
         Method("sssd-cold", "SSSD cold", "sssd", _STATIC | {"datastore": False}),
         Method("sssd-static", "SSSD static", "sssd", _STATIC, corpus=True),
@@ -116,6 +121,10 @@ METHODS: Mapping[str, Method] = {
         _ssbd("ssbd-plus", "SSBD+, bias 0.2", 0.2, more=True),
     )
 }  # fmt: skip
+# What the others are compared with, and the method of ours that is compared with its peers, where.
+BASELINE = "ar"
+OURS = "sssd-live"
+PEER_WORKLOADS = ("mt-bench", "gsm8k")
 DEFAULT_METHODS = (
     "ar", "ngram", "pld", "rest", "suffix", "sssd-cold", "sssd-static", "sssd-live",
 )  # fmt: skip
@@ -140,3 +149,10 @@ def method(name: str) -> Method:
     if name not in METHODS:
         raise UnknownMethod(f"unknown method {name!r}; known: {', '.join(METHODS)}")
     return METHODS[name]
+
+
+def servers_for(methods: Iterable[Method]) -> dict[str, tuple[str, ...]]:
+    """SERVERS, with no other drafters than these methods': one may need what is not installed."""
+    names = [m.params["drafter"] for m in methods if m.server == "sssd"]
+    more = ",".join(name for name in dict.fromkeys(names) if name != "sssd")
+    return {**SERVERS, "sssd": (*SERVERS["sssd"], *(("--drafters", more) if more else ()))}

@@ -199,6 +199,7 @@ def _command(plan: Plan) -> str:
         "batches": ",".join(map(str, plan.batches)),
         "rates": ",".join(f"{rate:g}" for rate in plan.rates),
         "repeats": str(plan.repeats),
+        "most-repeats": str(plan.most_repeats or ""),
         "prompts": str(plan.prompts),
         "max-tokens": str(plan.max_tokens),
         "seed": str(plan.seed),

@@ -47,6 +47,7 @@ class Plan:
         max_tokens: of an output.
         data: folder or file of the data sets.
         server_flags: further flags of every server.
+        most_repeats: of what `repeats` leave open, see settling.py; up to `repeats`: none.
     """
 
     model: str
@@ -60,6 +61,7 @@ class Plan:
     seed: int
     data: str
     server_flags: tuple[str, ...]
+    most_repeats: int = 0
 
     def order(self) -> Iterator[tuple[int, Point]]:
         """(repeat, point), in the order of measurement.
@@ -96,10 +98,12 @@ class Plan:
         Raises:
             PlanError: a field is missing, or unknown.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
+        fields = dataclasses.fields(cls)
+        names = [field.name for field in fields]
+        needed = [field.name for field in fields if field.default is dataclasses.MISSING]
         if not isinstance(content, Mapping):
             raise PlanError("a plan must be an object")
-        if missing := [name for name in names if name not in content]:
+        if missing := [name for name in needed if name not in content]:
             raise PlanError(f"a plan without {', '.join(missing)}")
         if unknown := sorted(set(content) - set(names)):
             raise PlanError(f"a plan of another version: it has {', '.join(unknown)}")

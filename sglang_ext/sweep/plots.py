@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_ext.sweep.methods import BASELINE
 from sglang_ext.sweep.plan import BATCH, RATE
-from sglang_ext.sweep.summary import BASELINE, HEADLINES, Row, Spread, Summary, title
+from sglang_ext.sweep.summary import HEADLINES, Row, Spread, Summary, title
 from sglang_ext.sweep.tables import category_rows, model_name
 
 ENDINGS = ("png", "svg")

@@ -5,6 +5,7 @@ environment.json      versions, machine, commit, the servers' flags
 served_before.jsonl   the outputs that the warm methods' corpora are made of
 points.jsonl          a line per run
 requests.jsonl        a line per request
+server-KEY.log        what a server printed, of every start
 
 A run's requests are on disk before its own line is, so what has no line was not finished: its
 requests are dropped when the sweep goes on.

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.cost_model import CostModel
+from sglang_ext.sweep.methods import OURS
 from sglang_ext.sweep.plan import BATCH
 from sglang_ext.sweep.plots import panels
-from sglang_ext.sweep.summary import OURS, Summary, title
+from sglang_ext.sweep.summary import Summary, title
 from sglang_ext.sweep.tables import Table, number
 
 WIDTHS = (2, 4, 8, 16)

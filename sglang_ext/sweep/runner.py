@@ -14,13 +14,13 @@ from sglang_ext.sweep import environment
 from sglang_ext.sweep.items import Item, Workload, heads, tokens_in_flight
 from sglang_ext.sweep.load import ServerGone, run_batch, run_rate
 from sglang_ext.sweep.measuring import Measurement, items_at, items_of, params_of, quietly
-from sglang_ext.sweep.methods import LEARNING_CACHES, Method
+from sglang_ext.sweep.methods import BASELINE, LEARNING_CACHES, Method
 from sglang_ext.sweep.plan import RATE, Point, turned
 from sglang_ext.sweep.progress import Pace
 from sglang_ext.sweep.results import PointResult, RequestResult, Results, ServedBefore
 from sglang_ext.sweep.servers import ControlError, RunningServer, Servers
+from sglang_ext.sweep.settling import open_runs
 
-BASELINE = "ar"
 PLAIN_SERVER = "plain"
 _WARM_UP = "warm-up"
 _WARM_UP_REQUESTS, _WARM_UP_PROMPT, _WARM_UP_TOKENS = 4, 512, 16
@@ -67,18 +67,21 @@ class Runner:
         self._model_path = model_path
         self._decode = decode
         self._say = say
-        self._total = sum(1 for _ in self._plan.order())
+        self._total = 0
         self._pace = Pace()
         self._warm: dict[str, set[str]] = {}
         self._broken: dict[str, str] = {}
 
     def left(self) -> list[tuple[int, Point]]:
-        """The runs that have no result yet, in the order in which they are made."""
+        """The runs that have no result yet, in the order in which they are made.
+
+        Once all have one, those that what is too close to tell apart is repeated with.
+        """
         left = [
             (repeat, point)
             for repeat, point in self._plan.order()
             if not self._results.is_finished(repeat, point)
-        ]
+        ] or open_runs(self._plan, self._results.points)
         if not self._servers.together:
             order = {key: i for i, key in enumerate(self._servers_of(left))}
             left.sort(key=lambda run: (run[0], order[self._methods[run[1].method].server]))
@@ -94,8 +97,14 @@ class Runner:
         if not left:
             return
         self._prepare_servers(left)
-        left = self.left()
-        self._answer_before(left)
+        self._answer_before(self.left())
+        # Again where all has a result, and leaves something open; a run without one is a problem.
+        while (left := self.left()) and not self.problems:
+            finished = sum(point.error is None for point in self._results.points)
+            self._total = finished + len(left)
+            self._make(left)
+
+    def _make(self, left: Sequence[tuple[int, Point]]) -> None:
         place = 0
         for (repeat, *_), runs in itertools.groupby(left, self._turn_key):
             points = [point for _, point in runs]
@@ -333,7 +342,7 @@ class Runner:
     ) -> None:
         self._results.add_run(result, requests)
         self._pace.note(result.point, seconds)
-        if result.failed:
+        if result.failed or result.error:
             first = next((r.error for r in requests if r.error), result.error)
             self.problems.append(
                 f"repeat {result.repeat + 1}, {result.point.id}: {result.failed} of "

@@ -195,6 +195,7 @@ class Servers:
         extra_flags: further ones for all.
         urls: those that run already.
         say: shows a line.
+        logs: folder that keeps what the servers print, in server-KEY.log.
 
     Attributes:
         together: whether all may run at once; else one is stopped before another starts.
@@ -207,8 +208,10 @@ class Servers:
         extra_flags: Sequence[str] = (),
         urls: Mapping[str, str] | None = None,
         say: Callable[[str], None] | None = None,
+        logs: Path | None = None,
     ):
         self.together = True
+        self._logs = logs
         self._model = model
         self._flags = flags
         self._extra = tuple(extra_flags)
@@ -268,7 +271,8 @@ class Servers:
             flags += [KV_FLAG, str(self._kv_tokens)]
         flags += self._extra
         self._say(f"server {key!r}: {' '.join(flags)}")
-        process = stack.enter_context(started(self._model, flags))
+        log_file = None if self._logs is None else self._logs / f"server-{key}.log"
+        process = stack.enter_context(started(self._model, flags, log_file))
         # One after the other: each measures at its start what forward passes cost.
         server = RunningServer(process.wait(), flags, process)
         return self._checked(key, server)

@@ -11,17 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.sweep.methods import METHODS
+from sglang_ext.sweep.methods import BASELINE, METHODS, OURS, PEER_WORKLOADS
 from sglang_ext.sweep.metrics import Run
 from sglang_ext.sweep.plan import BATCH, Plan, Point
 from sglang_ext.sweep.results import PointResult, Results
+from sglang_ext.sweep.settling import open_runs
 
-BASELINE = "ar"
-OURS = "sssd-live"
 # The methods of ours that figures speak of.
 HEADLINES: Mapping[str, str] = {"sssd": OURS, "specasr": "specasr-tsp", "ssbd": "ssbd-plus"}
-# Where SSSD is compared with its n-gram peers.
-PEER_WORKLOADS = ("mt-bench", "gsm8k")
 Columns = Mapping[str, float]
 
 
@@ -80,7 +77,7 @@ class Summary:
     """A sweep's results, rows in the plan's order.
 
     Attributes:
-        runs: that are finished, of `planned`.
+        runs: that are finished, of `planned`, those of settling.py included.
         problems: runs without a result, failed requests, changes between resumptions.
     """
 
@@ -222,7 +219,7 @@ def summarize(results: Results) -> Summary:
         _with_speedups(rows),
         _with_speedups(categories),
         len(finished),
-        sum(1 for _ in results.plan.order()),
+        len({*finished, *results.plan.order(), *open_runs(results.plan, results.points)}),
         list(_problems(results, finished)),
     )
 

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_ext.sweep.methods import BASELINE
 from sglang_ext.sweep.metrics import COLUMNS
 from sglang_ext.sweep.plan import BATCH
 from sglang_ext.sweep.quality import QUALITIES
-from sglang_ext.sweep.summary import BASELINE, Row, Spread, Summary, title
+from sglang_ext.sweep.summary import Row, Spread, Summary, title
 
 MARKDOWN, CSV = "summary.md", "summary.csv"
 UNKNOWN = "-"
@@ -69,11 +70,13 @@ def described(summary: Summary) -> str:
         f"{' and '.join(loads)}; up to {plan.prompts} prompts of each workload, up to "
         f"{plan.max_tokens} tokens each (of texts at least half as many, by chance), greedy; "
     )
-    if summary.runs < summary.planned:
-        text += f"medians of up to {plan.repeats} repeats. "
-        text += f"Unfinished: {summary.runs} of {summary.planned} runs."
-    else:
-        text += f"medians of {plan.repeats} repeats."
+    unfinished = summary.runs < summary.planned
+    text += f"medians of {'up to ' if unfinished else ''}{plan.repeats} repeats"
+    if plan.most_repeats > plan.repeats:
+        text += f", of up to {plan.most_repeats} where two methods are close"
+    text += "."
+    if unfinished:
+        text += f" Unfinished: {summary.runs} of {summary.planned} runs."
     return text[0].upper() + text[1:]
 
 

@@ -52,6 +52,18 @@ def options(folder, *more):
     ]  # fmt: skip
 
 
+def test_a_method_whose_package_is_missing(tmp_path, servers, packages, reported, capsys):
+    packages.clear()
+    more = ("--methods", "ar,suffix,sssd-live")
+    assert main(options(tmp_path / "r", *more)) == 2
+    said = capsys.readouterr().err
+    assert "'suffix' needs the package of arctic_inference, which is not installed" in said
+    assert "--methods ar,sssd-live" in said
+    assert not (tmp_path / "r").exists()
+    # A server that runs has what it needs.
+    assert main(options(tmp_path / "r", *more, *urls(servers))) == 0
+
+
 def test_a_sweep_over_running_servers_and_again(tmp_path, servers, reported, capsys):
     assert main(options(tmp_path / "r", *urls(servers))) == 0
     assert reported == [tmp_path / "r"]

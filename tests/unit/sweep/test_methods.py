@@ -12,6 +12,7 @@ from sglang_ext.sweep.methods import (
     UnknownMethod,
     default_methods,
     method,
+    servers_for,
 )
 
 
@@ -21,6 +22,17 @@ def test_servers_and_defaults_are_there():
         names = default_methods([kind])
         assert names[0] == "ar" and len(set(names)) == len(names)
         assert all(kind in method(name).workload_kinds for name in names)
+
+
+def test_a_server_loads_the_drafters_of_the_sweeps_methods():
+    def drafters(*names):
+        flags = servers_for(METHODS[name] for name in names)
+        assert flags.keys() == SERVERS.keys()
+        return flags["sssd"][2:]
+
+    assert drafters("ar", "sssd-live") == drafters("ssbd") == ()
+    assert drafters("sssd-cold", "rest", "pld", "rest-budget") == ("--drafters", "rest,pld")
+    assert drafters(*DEFAULT_METHODS) == ("--drafters", "pld,rest,suffix")
 
 
 def test_workloads_of_two_kinds_are_compared_by_methods_that_decode_both():

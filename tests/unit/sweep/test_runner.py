@@ -243,7 +243,7 @@ def test_a_server_that_dies_is_started_again_and_the_run_repeated(tmp_path):
 
 
 def test_methods_take_turns_within_a_load(tmp_path):
-    many = tuple(Item(f"m{i}", "c", (10 + i, 1), MEASURED_TOKENS) for i in range(24))
+    many = tuple(Item(f"m{i}", "c", (10 + i, 1), MEASURED_TOKENS) for i in range(16))
     long = Workload("w", "text", many, (Item("s", "c", (90, 1), MEASURED_TOKENS),))
     plan = replace(PLAN, methods=("ar", "cold", "live"), workloads=("w",), batches=(4,), repeats=1)
     order: list = []
@@ -307,12 +307,12 @@ def test_parts_keep_streams_and_documents_together():
         assert given == measured[: len(given)]
         return [len(part) for part in parts]
 
-    # Sixteen prompts, or four for each in flight.
-    assert sizes(items(40), 1.0) == [1] * 16
-    assert sizes(items(40), 2.0) == [4, 4, 4, 4]
-    assert sizes(items(40), 4.0) == [8, 8]
-    assert sizes(items(40), 8.0) == [16, 16]
-    assert sizes(items(40), 16.0) == [40]
+    # Thirty-two prompts, or four for each in flight.
+    assert sizes(items(80), 1.0) == [1] * 32
+    assert sizes(items(80), 2.0) == [4] * 8
+    assert sizes(items(80), 4.0) == [8] * 4
+    assert sizes(items(80), 8.0) == [16, 16]
+    assert sizes(items(80), 16.0) == [32, 32]
     assert sizes(items(6), 2.0) == [4, 2]
     assert sizes(items(5), 2.0) == [5]
     assert sizes(items(16), 1.0, "rate") == [16]

@@ -1,0 +1,13 @@
+"""What the tests of the sweep's command line share."""
+
+import pytest
+
+from sglang_ext.sweep import command
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What is installed: everything, unless a test takes it out."""
+    installed = {"arctic_inference"}
+    monkeypatch.setattr(command, "find_spec", lambda name: name if name in installed else None)
+    return installed
