@@ -19,8 +19,8 @@ _PACKAGES = (
     "torch", "sglang", "sglang-ext", "transformers", "numpy", "numba", "flashinfer-python",
     "arctic-inference",
 )  # fmt: skip
-# What must be the same for runs to be comparable.
-_COMPARED = ("versions", "cpu", "cores", "threads", "memory_gb", "gpus", "commit")
+# What must be the same for runs to be comparable; a commit may change no more than a text.
+_COMPARED = ("versions", "cpu", "cores", "threads", "memory_gb", "gpus", "package")
 
 
 def collect() -> dict[str, Any]:
@@ -35,8 +35,7 @@ def collect() -> dict[str, Any]:
         "threads": int(os.environ.get("OMP_NUM_THREADS") or usable_cores()),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "gpus": _gpus(),
-        "commit": _commit(),
-    }
+    } | checked_out(Path(__file__).parents[1])
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -94,13 +93,21 @@ def _gpus() -> list[str]:
     return _output(command, Path.cwd()).splitlines()
 
 
-def _commit() -> str | None:
-    """The checkout's commit, with "+" where files differ from it; None outside of one."""
-    folder = Path(__file__).parent
-    commit = _output(["git", "rev-parse", "HEAD"], folder)
-    if not commit:
-        return None
-    return commit + ("+" if _output(["git", "status", "--porcelain", "-uno"], folder) else "")
+def checked_out(folder: Path) -> dict[str, str | None]:
+    """Git's names for the folder's commit and, as "package", for what the folder holds in it.
+
+    With "+" where files differ; None outside of a checkout.
+    """
+    return {
+        "commit": _git_name(folder, "HEAD", ":/"),
+        "package": _git_name(folder, "HEAD:./", "."),
+    }
+
+
+def _git_name(folder: Path, revision: str, scope: str) -> str | None:
+    name = _output(["git", "rev-parse", revision], folder)
+    edited = name and _output(["git", "status", "--porcelain", "-uno", "--", scope], folder)
+    return (name + "+" if edited else name) or None
 
 
 def _output(command: list[str], folder: Path) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import subprocess
 
 from sglang_ext.sweep import environment
 
@@ -21,6 +22,31 @@ def test_changes_are_those_that_matter():
     assert environment.changes(before, before | {"threads": 99}) == [
         f"threads: {before['threads']} before, 99 now"
     ]
+
+
+def test_a_commit_beside_the_package_changes_nothing(tmp_path):
+    def commit(file):
+        (tmp_path / file).write_text("text")
+        git = ["git", "-c", "user.name=n", "-c", "user.email=e"]
+        for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", file]):
+            subprocess.run([*git, *command], cwd=tmp_path, check=True)
+
+    package = tmp_path / "package"
+    package.mkdir()
+    assert environment.checked_out(package) == {"commit": None, "package": None}
+    commit("package/a")
+    first = environment.checked_out(package)
+    commit("docs")
+    second = environment.checked_out(package)
+    assert first["commit"] != second["commit"] and first["package"] == second["package"]
+    assert environment.changes(first, second) == []
+    (tmp_path / "docs").write_text("edited")
+    edited = environment.checked_out(package)
+    assert edited == {"commit": f"{second['commit']}+", "package": second["package"]}
+    (package / "a").write_text("edited")
+    assert len(environment.changes(first, environment.checked_out(package))) == 1
+    commit("package/b")
+    assert len(environment.changes(first, environment.checked_out(package))) == 1
 
 
 def test_forward_costs_are_the_models_newest_last(tmp_path, monkeypatch):
