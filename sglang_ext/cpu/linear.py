@@ -2,7 +2,7 @@
 
 Plain torch hands fp32 products to MKL, which packs the weight matrix again at every call. Packed
 once, a product of few rows takes as long as reading the weights from memory, and rows come out
-bitwise the same whatever the number of rows beside them (see `fewest_rows`), so that a token's
+bitwise the same whatever the number of rows beside them (see product_rows.py), so that a token's
 logits do not depend on its batch. SGLang 0.5.23's unquantized linear layers and LM heads are
 switched over after loading; the original weights stay for whoever else reads them (embedding
 look-ups, LoRA, weight updates): packed weights take their size in memory once more.
@@ -10,8 +10,6 @@ look-ups, LoRA, weight updates): packed weights take their size in memory once m
 SGLANG_EXT_CPU_PREPACK=0 turns this off.
 """
 
-import functools
-import logging
 import os
 
 import torch
@@ -22,13 +20,11 @@ from sglang.srt.layers.quantization.unquant import (
 )
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-logger = logging.getLogger(__name__)
+from sglang_ext.cpu.product_rows import pack, product, rows_to_run
 
 PREPACK_VARIABLE = "SGLANG_EXT_CPU_PREPACK"
 _METHODS = "sglang.srt.layers.quantization.unquant"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-# Rows to check a packed product with: single rows, SIMD tails, several blocks.
-_PROBE_ROWS = (1, 2, 3, 4, 5, 8, 13, 16, 33, 64)
 
 # Raised by every weight update that does not run process_weights_after_loading.
 _weights_version = 0
@@ -40,9 +36,9 @@ class PackedWeight:
     def __init__(self, weight: torch.Tensor) -> None:
         self.source = weight
         self.version = _weights_version
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        self._packed = pack(weight.detach())
         rows, columns = weight.shape
-        self._fewest_rows = fewest_rows(rows, columns, weight.dtype, torch.get_num_threads())
+        self._rows_to_run = rows_to_run(rows, columns, weight.dtype, torch.get_num_threads())
 
     def is_current(self, weight: torch.Tensor) -> bool:
         return self.source is weight and self.version == _weights_version
@@ -51,9 +47,9 @@ class PackedWeight:
         """x [..., K] -> [..., N], of the weight's dtype."""
         x2d = x.reshape(-1, x.shape[-1])
         rows = x2d.shape[0]
-        if 0 < rows < self._fewest_rows:
-            x2d = x2d.repeat(-(-self._fewest_rows // rows), 1)
-        out = _product(x2d, self._packed, bias)[:rows]
+        if rows < len(self._rows_to_run):
+            x2d = F.pad(x2d, (0, 0, 0, self._rows_to_run[rows] - rows))
+        out = product(x2d, self._packed, bias)[:rows]
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -108,33 +104,6 @@ def repacked(packed: PackedWeight | None, weight: torch.Tensor) -> PackedWeight 
     return PackedWeight(weight) if can_pack(weight) else None
 
 
-@functools.cache
-def fewest_rows(rows: int, columns: int, dtype: torch.dtype, threads: int) -> int:
-    """The row count to pad smaller products to, so that a row's bits do not depend on the others.
-
-    oneDNN picks its kernel by shape: for some [rows, columns] a single row is summed in another
-    order than the same row among several (576 x 1536, for one). Tried out on random numbers, since
-    the choice depends on the processor.
-    """
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(rows, columns, generator=generator).to(dtype)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    x = torch.randn(max(_PROBE_ROWS), columns, generator=generator).to(dtype)
-    full = _product(x, packed, None)
-    unequal = [n for n in _PROBE_ROWS if not torch.equal(_product(x[:n], packed, None), full[:n])]
-    if not unequal:
-        return 1
-    if max(unequal) >= 8:
-        logger.warning(
-            "fp32 products with a %d x %d weight depend on the number of rows on this CPU: greedy "
-            "output may differ between batch sizes where two tokens are almost equally likely.",
-            rows,
-            columns,
-        )
-        return 1
-    return max(unequal) + 1
-
-
 def can_pack(weight: torch.Tensor) -> bool:
     """Whether oneDNN has a packed product for this weight on this CPU."""
     if weight.device.type != "cpu" or weight.dim() != 2 or not weight.is_contiguous():
@@ -175,7 +144,3 @@ def _pack_head(_result: None, method: UnquantizedEmbeddingMethod, layer: torch.n
 def _note_update(_result: object, *args: object, **kwargs: object) -> None:
     global _weights_version
     _weights_version += 1
-
-
-def _product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
