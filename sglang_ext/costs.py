@@ -23,16 +23,18 @@ from sglang_ext.models.store import default_cache_dir
 
 logger = logging.getLogger(__name__)
 
-CPU_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# On a CPU the cost rises in steps, where a kernel takes another block of rows: a small batch's
+# width is best just before one.
+CPU_COUNTS = (*range(1, 33), 64, 128, 256)
 # Those, and what a CPU's steps may have; see warm_up.
-WARM_COUNTS = tuple(sorted({*CPU_COUNTS, *range(1, 33), *token_grid(32, 128)}))
+WARM_COUNTS = tuple(sorted({*CPU_COUNTS, *token_grid(32, 128)}))
 # GPUs stay flat for longer: some 300 tokens in bf16.
 CUDA_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 # Rounds of the first start, and of those that find its figures.
 _FIRST_ROUNDS, _LATER_ROUNDS = 5, 1
 _HEADS = ("lm_head", "proj_out")  # the latter is Whisper's
 # No further round begins after this: the sweep is not to delay the start.
-_SWEEP_S = 5.0
+_SWEEP_S = 8.0
 
 
 def costs_of(runner: Any, tp_size: int) -> dict[int, float]:
@@ -74,14 +76,16 @@ def forward_costs(model: torch.nn.Module, identity: Mapping[str, Any]) -> dict[i
     known = _read(path, identity)
     if device.type == "cpu":
         warm_up(model)  # first: a later start measures each count once
-    costs = measure_forward_cost(model, device, _LATER_ROUNDS if known else _FIRST_ROUNDS)
+    rounds = _LATER_ROUNDS if known.keys() >= set(_counts(device)) else _FIRST_ROUNDS
+    costs = measure_forward_cost(model, device, rounds)
     costs = {count: min(s, known.get(count, s)) for count, s in costs.items()}
     if costs != known:
         _write(path, identity, costs)
+    shown = [n for n in costs if n.bit_count() == 1]  # powers of two
     logger.info(
         "sglang-ext forward cost: %s ms for %s tokens, I_knee %d (%s)",
-        " / ".join(f"{1e3 * s:.3g}" for s in costs.values()),
-        " / ".join(map(str, costs)),
+        " / ".join(f"{1e3 * costs[n]:.3g}" for n in shown),
+        " / ".join(map(str, shown)),
         knee(costs),
         path,
     )
@@ -113,7 +117,7 @@ def measure_forward_cost(
     cost per token falls with the number of tokens; the worker corrects the rest as it serves.
     """
     layers, like = _linear_layers(model), next(model.parameters())
-    costs = dict.fromkeys(CPU_COUNTS if device.type == "cpu" else CUDA_COUNTS, float("inf"))
+    costs = dict.fromkeys(_counts(device), float("inf"))
     started = time.monotonic()
     for _ in range(rounds):
         # The counts take turns, so that a disturbance does not hit one of them alone.
@@ -136,6 +140,10 @@ def warm_up(model: torch.nn.Module) -> None:
     }
     for tokens in WARM_COUNTS:
         _forward(list(shapes.values()), tokens, next(model.parameters()))()
+
+
+def _counts(device: torch.device) -> tuple[int, ...]:
+    return CPU_COUNTS if device.type == "cpu" else CUDA_COUNTS
 
 
 def _linear_layers(model: torch.nn.Module) -> list[tuple[Any, int]]:

@@ -62,6 +62,18 @@ def test_a_disturbed_sweep_heals_at_later_starts(model, monkeypatch, tmp_path):
     assert set(json.loads(file.read_text())["seconds"].values()) == {1.0}
 
 
+def test_a_cache_with_other_counts_is_no_start_to_go_on_from(model, tmp_path):
+    first = costs.forward_costs(model, {"model": "m"})
+    (file,) = (tmp_path / "knee").glob("*.json")
+    stored = json.loads(file.read_text())
+    del stored["seconds"]["3"]
+    file.write_text(json.dumps(stored))
+    calls = model[0].calls + model[1].calls
+    assert costs.forward_costs(model, {"model": "m"}).keys() == first.keys()
+    passes = costs._FIRST_ROUNDS * len(first)
+    assert model[0].calls + model[1].calls - calls >= 2 * passes
+
+
 def test_kernels_are_made_before_anything_is_timed(model, monkeypatch):
     def timed(forward, device):
         assert set(costs.CPU_COUNTS) <= model[0].counts | model[1].counts
@@ -72,7 +84,7 @@ def test_kernels_are_made_before_anything_is_timed(model, monkeypatch):
 
 
 def test_a_sweep_that_takes_long_ends_early(model, monkeypatch):
-    now = iter([0.0, 2.0, 6.0])
+    now = iter([0.0, 2.0, costs._SWEEP_S + 1])
     monkeypatch.setattr(costs.time, "monotonic", lambda: next(now))
     takes(monkeypatch, [3.0] * len(costs.CPU_COUNTS) + [2.0] * len(costs.CPU_COUNTS))
     measured = costs.measure_forward_cost(model, torch.device("cpu"), 5)
