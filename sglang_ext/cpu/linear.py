@@ -47,9 +47,11 @@ class PackedWeight:
         """x [..., K] -> [..., N], of the weight's dtype."""
         x2d = x.reshape(-1, x.shape[-1])
         rows = x2d.shape[0]
-        if rows < len(self._rows_to_run):
-            x2d = F.pad(x2d, (0, 0, 0, self._rows_to_run[rows] - rows))
-        out = product(x2d, self._packed, bias)[:rows]
+        more = self._rows_to_run[rows] - rows if rows < len(self._rows_to_run) else 0
+        if more:
+            out = product(F.pad(x2d, (0, 0, 0, more)), self._packed, bias)[:rows]
+        else:
+            out = product(x2d, self._packed, bias)
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
