@@ -19,6 +19,8 @@ _PACKAGES = (
     "torch", "sglang", "sglang-ext", "transformers", "numpy", "numba", "flashinfer-python",
     "arctic-inference",
 )  # fmt: skip
+# What servers run of this project.
+_FOLDERS = ("sglang_ext", "datastores", "speech")
 # What must be the same for runs to be comparable; a commit may change no more than a text.
 _COMPARED = ("versions", "cpu", "cores", "threads", "memory_gb", "gpus", "package")
 
@@ -35,7 +37,7 @@ def collect() -> dict[str, Any]:
         "threads": int(os.environ.get("OMP_NUM_THREADS") or usable_cores()),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "gpus": _gpus(),
-    } | checked_out(Path(__file__).parents[1])
+    } | checked_out(*(Path(__file__).parents[2] / name for name in _FOLDERS))
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -93,15 +95,13 @@ def _gpus() -> list[str]:
     return _output(command, Path.cwd()).splitlines()
 
 
-def checked_out(folder: Path) -> dict[str, str | None]:
-    """Git's names for the folder's commit and, as "package", for what the folder holds in it.
+def checked_out(*folders: Path) -> dict[str, str | None]:
+    """Git's names for the folders' commit and, as "package", for what each folder holds in it.
 
     With "+" where files differ; None outside of a checkout.
     """
-    return {
-        "commit": _git_name(folder, "HEAD", ":/"),
-        "package": _git_name(folder, "HEAD:./", "."),
-    }
+    held = [name for folder in folders if (name := _git_name(folder, "HEAD:./", "."))]
+    return {"commit": _git_name(folders[0], "HEAD", ":/"), "package": " ".join(held) or None}
 
 
 def _git_name(folder: Path, revision: str, scope: str) -> str | None:

@@ -4,6 +4,9 @@ import json
 import os
 import platform
 import subprocess
+from pathlib import Path
+
+import pytest
 
 from sglang_ext.sweep import environment
 
@@ -47,6 +50,16 @@ def test_a_commit_beside_the_package_changes_nothing(tmp_path):
     assert len(environment.changes(first, environment.checked_out(package))) == 1
     commit("package/b")
     assert len(environment.changes(first, environment.checked_out(package))) == 1
+
+
+def test_what_servers_run_is_compared_whole():
+    found = environment.collect()
+    if found["commit"] is None:
+        pytest.skip("not a checkout")
+    root = Path(environment.__file__).parents[2]
+    for folder in ("sglang_ext", "datastores", "speech"):
+        tree = environment.checked_out(root / folder)["package"]
+        assert tree and tree in found["package"].split()
 
 
 def test_forward_costs_are_the_models_newest_last(tmp_path, monkeypatch):
