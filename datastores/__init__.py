@@ -4,6 +4,7 @@ Compiled functions are kept in numba's cache, which notices a change of the file
 is in but not of those it calls into: after editing one, delete __pycache__/*.nb?.
 """
 
+from .bigrams import Bigrams
 from .builder import CorpusBuilder
 from .config import DatastoreError, RetrievalConfig
 from .datastore import DEFAULT_NAMESPACE, Datastore, DatastoreInfo
@@ -15,6 +16,7 @@ from .warmup import warm_up
 
 __all__ = [
     "DEFAULT_NAMESPACE",
+    "Bigrams",
     "CorpusBuilder",
     "Datastore",
     "DatastoreError",

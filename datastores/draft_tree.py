@@ -27,12 +27,14 @@ NODE_COLUMNS = 16  # a cache line
 CHILDREN = 2
 WEIGHT_COLUMNS = 4
 RANK_DEPTHS = 128
+_LAST_RANK = (1 << 31) - 1
 INPUT = -1
 
 SOURCE_PROMPT = 1
 SOURCE_SELF_OUTPUT = 2
 SOURCE_LIVE = 4
 SOURCE_STATIC = 8
+SOURCE_BIGRAM = 64  # 16 and 32 are sglang_ext.tree's
 
 _TOKEN_BITS = 31
 _NODE_BITS = 20
@@ -135,7 +137,7 @@ def unfold(nodes_at, weights_at, size, texts, zero, node):
     position = np.int64(nodes[node, REST_POSITION])
     end = np.int64(nodes[node, REST_END])
     nodes[node, REST_END] = 0
-    origin = nodes[node, SOURCES]
+    origin = nodes[node, SOURCES] & ~SOURCE_BIGRAM
     if segment == INPUT:
         source = 0
         token = np.int64(load(seen_at, position, np.int32(0)))
@@ -217,13 +219,14 @@ def _note_child(keys_at, children_at, slots, node, token, child):
 
 @njit(cache=True, nogil=True)
 def draft_best_first(
-    tree, size, texts, zero, source_weights, length_weights, novelty, min_prob, budget,
+    tree, size, texts, zero, source_weights, length_weights, novelty, bigrams, min_prob, budget,
     heap_probs_at, heap_keys_at, draft,
 ):  # fmt: skip
     """Takes nodes in the order of their path probabilities (RetrievalConfig's estimator).
 
-    Among equals the one that a continuation reached first. draft: addresses of the arrays for
-    tokens, parents, probs and sources. Returns how many were taken.
+    Among equals the one that a continuation reached first. bigrams: addresses of the last token's
+    row of each table of Bigrams, and how many columns are known. draft: addresses of the arrays
+    for tokens, parents, probs and sources. Returns how many were taken.
     """
     tokens_at, parents_at, probs_at, sources_at = draft
     nodes_at, weights_at = tree[0], tree[1]
@@ -251,6 +254,11 @@ def draft_best_first(
             total += scale * evidence
             unseen = max(unseen, scale * length_weights[1, longest] * novelty[1, longest + depth])
         total += unseen
+        # Deeper ones gain nothing on what RetrievalConfig's constants were fitted on.
+        if node == 0 and bigrams[2] > 0:
+            if total == 0.0:  # nothing was seen of what follows
+                total = unseen = 1.0
+            size = _add_bigrams(nodes_at, weights_at, size, bigrams, unseen)
         place = nodes[node, PLACE]
         child = np.int64(nodes[node, FIRST_CHILD])
         while child >= 0:
@@ -275,3 +283,31 @@ def draft_best_first(
         drafted += 1
         if drafted == budget:
             return drafted
+
+
+@njit(cache=True, nogil=True)
+def _add_bigrams(nodes_at, weights_at, size, bigrams, unseen):
+    """Shares the weight of what was not seen after the root; returns the tree's new size."""
+    nodes = matrix_at(nodes_at, NODE_COLUMNS, np.int32)
+    weights = matrix_at(weights_at, WEIGHT_COLUMNS, np.float64)
+    tokens = vector_at(bigrams[0], np.int32)
+    probs = vector_at(bigrams[1], np.float32)
+    for column in range(bigrams[2]):
+        token = np.int64(tokens[column])
+        child = np.int64(nodes[0, FIRST_CHILD])
+        while child >= 0 and nodes[child, TOKEN] != token:
+            child = np.int64(nodes[child, NEXT_SIBLING])
+        if child < 0:
+            child = np.int64(size)
+            size += 1
+            _clear_node(nodes_at, weights_at, child, token, 1, _LAST_RANK)
+            # Children are not looked up any more: the hash table need not know of it.
+            last = np.int64(nodes[0, LAST_CHILD])
+            if last < 0:
+                nodes[0, FIRST_CHILD] = child
+            else:
+                nodes[last, NEXT_SIBLING] = child
+            nodes[0, LAST_CHILD] = child
+        weights[child, 0] += unseen * probs[column]
+        nodes[child, SOURCES] |= SOURCE_BIGRAM
+    return size

@@ -22,7 +22,8 @@ from .workers import MAILBOX_WORKSPACE, end_call, post_call, wait_for_call
 # it were made.
 (_TAKEN, _PLACED, _BATCH, _WIDTH, _SEPARATOR, _BITS, _PER_KEY, _ROWS, _SEGMENTS, _SHARES, _BUDGETS,
  _MIN_PROB, _LIMITS, _WEIGHTS, _LENGTH_WEIGHTS, _NOVELTY, _TOKENS, _PARENTS, _PROBS, _SOURCES,
- _SIZES, CALL_SIZE) = range(22)  # fmt: skip
+ _SIZES, _FOLLOWERS, _FOLLOWER_PROBS, _BIGRAM_ROWS, _FOLLOWERS_EACH,
+ CALL_SIZE) = range(26)  # fmt: skip
 # The calling thread looks so often for the others' last drafts before it makes them itself.
 _SPINS = 2000
 
@@ -30,8 +31,8 @@ _SPINS = 2000
 @njit(cache=True, nogil=True)
 def run_call(
     call, rows, segments, shares, budgets, min_prob, separator, bits, per_key, zero,
-    limits, weights, length_weights, novelty, tokens, parents, probs, sources, sizes,
-    workspace, mailboxes,
+    limits, weights, length_weights, novelty, followers, follower_probs,
+    tokens, parents, probs, sources, sizes, workspace, mailboxes,
 ):  # fmt: skip
     """Makes all drafts, with the helpers' help. True once all are in place; else call it again.
 
@@ -53,6 +54,9 @@ def run_call(
     call[_WEIGHTS] = weights.ctypes.data
     call[_LENGTH_WEIGHTS] = length_weights.ctypes.data
     call[_NOVELTY] = novelty.ctypes.data
+    call[_FOLLOWERS] = followers.ctypes.data
+    call[_FOLLOWER_PROBS] = follower_probs.ctypes.data
+    call[_BIGRAM_ROWS], call[_FOLLOWERS_EACH] = followers.shape
     call[_TOKENS] = tokens.ctypes.data
     call[_PARENTS] = parents.ctypes.data
     call[_PROBS] = probs.ctypes.data
@@ -88,6 +92,20 @@ def _take_requests(call_at, workspace_at, zero):
     while request < batch:
         _retrieve_one(call_at, request, workspace_at, zero)
         request = atomic_add(call_at + 8 * _TAKEN, 1)
+
+
+@njit(cache=True, nogil=True)
+def _bigrams_after(call, token):
+    """Addresses of this token's rows of the two tables, and how many columns are known."""
+    each = call[_FOLLOWERS_EACH]
+    if token < 0 or token >= call[_BIGRAM_ROWS]:
+        return np.int64(0), np.int64(0), np.int64(0)
+    row_at = call[_FOLLOWERS] + 4 * each * token
+    row = vector_at(row_at, np.int32)
+    known = np.int64(0)
+    while known < each and row[known] >= 0:
+        known += 1
+    return row_at, call[_FOLLOWER_PROBS] + 4 * each * token, known
 
 
 @njit(cache=True, nogil=True)
@@ -145,8 +163,8 @@ def _retrieve_one(call_at, request, workspace_at, zero):
             )  # fmt: skip
         drafted = draft_best_first(
             tree, nodes, texts, zero, vector_at(call[_WEIGHTS], np.float64), length_weights,
-            novelty, vector_at(call[_MIN_PROB], np.float64)[0], budget,
-            workspace[4], workspace[5], draft,
+            novelty, _bigrams_after(call, np.int64(load(seen_at, size - 1, np.int32(0)))),
+            vector_at(call[_MIN_PROB], np.float64)[0], budget, workspace[4], workspace[5], draft,
         )  # fmt: skip
     if atomic_add(call_at + 8 * (CALL_SIZE + request), 1) == 0:
         _place(call, request, drafted, draft)

@@ -13,8 +13,9 @@ from typing import overload
 
 import numpy as np
 
+from .bigrams import Bigrams
 from .config import DatastoreError, RetrievalConfig
-from .draft_tree import SOURCE_LIVE, SOURCE_PROMPT, SOURCE_SELF_OUTPUT, SOURCE_STATIC
+from .draft_tree import SOURCE_BIGRAM, SOURCE_LIVE, SOURCE_PROMPT, SOURCE_SELF_OUTPUT, SOURCE_STATIC
 from .input_trie import InputTrie
 from .kernel import CALL_SIZE, help_forever, run_call
 from .segment import Snapshot
@@ -22,6 +23,7 @@ from .suffix_array import token_dtype, tokens_per_key
 from .workers import default_threads, own_workspace, shared_pool
 
 __all__ = [
+    "SOURCE_BIGRAM",
     "SOURCE_LIVE",
     "SOURCE_PROMPT",
     "SOURCE_SELF_OUTPUT",
@@ -34,6 +36,7 @@ __all__ = [
 _MAX_NODES = 1 << 16
 _NO_SEGMENTS = np.empty((0, 7), np.int64)
 _DEFAULT_CONFIG = RetrievalConfig()
+_NO_BIGRAMS = Bigrams(np.empty((0, 1), np.int32), np.empty((0, 1), np.float32))
 # Fewer requests than this are not worth waking a thread for.
 _SHARED_BATCH = 8
 
@@ -66,7 +69,7 @@ class Draft:
     """float32[n], estimated probability that the target's output passes through the node."""
     sources: np.ndarray
     """int8[n], where the node was seen: a sum of SOURCE_PROMPT (1), SOURCE_SELF_OUTPUT (2),
-    SOURCE_LIVE (4) and SOURCE_STATIC (8)."""
+    SOURCE_LIVE (4), SOURCE_STATIC (8) and SOURCE_BIGRAM (64)."""
 
     def __len__(self) -> int:
         return self.tokens.size
@@ -114,13 +117,15 @@ def retrieve(
     config: RetrievalConfig | None = None,
     min_prob: float = 0.0,
     *,
+    bigrams: Bigrams | None = None,
     threads: int | None = None,
 ) -> Drafts:
     """Draft trees for a batch of requests, each rooted at the last token its trie has seen.
 
     snapshots: what each request may read of the datastore, one for all or one (or None) per
     request. max_nodes: most nodes per draft without the root, one number or one per request (0:
-    none). min_prob: nodes less probable than this are left out. threads: most threads, the
+    none). min_prob: nodes less probable than this are left out. bigrams: what shares the weight
+    of tokens that were not seen after the root; None: nothing. threads: most threads, the
     calling one included; None: one per core, at most 4. A request that has seen nothing gets an
     empty draft. Raises DatastoreError if the arguments do not fit each other.
     """
@@ -145,7 +150,8 @@ def retrieve(
     call = np.zeros(CALL_SIZE + batch, np.int64)
     arrays = (rows, segments, shares, budgets, np.array([min_prob], np.float64))
     # A helper may be interrupted and end after the call: what it reads must still be there.
-    kept = (call, arrays, config, drafts, snapshots, [trie._searched for trie in tries])
+    table = bigrams or _NO_BIGRAMS
+    kept = (call, arrays, config, drafts, snapshots, [trie._searched for trie in tries], table)
     most = default_threads() if threads is None else threads
     most = min(most, batch // (_SHARED_BATCH // 2)) - 1
     with contextlib.ExitStack() as stack:
@@ -158,6 +164,7 @@ def retrieve(
             done = run_call(
                 call, *arrays, separator, bits, per_key, zero,
                 config.limits, config.weights, config.length_weights, config.novelty,
+                table.tokens, table.probs,
                 drafts.tokens, drafts.parents, drafts.probs, drafts.sources, drafts.sizes,
                 own_workspace().fit(config, most_segments), np.array(mailboxes, np.int64),
             )  # fmt: skip

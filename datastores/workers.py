@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numba import njit, types
 
+from .bigrams import MOST_FOLLOWERS
 from .config import RetrievalConfig
 from .draft_tree import NODE_COLUMNS, WEIGHT_COLUMNS
 from .pointers import atomic_add
@@ -46,7 +47,7 @@ class Workspace:
 def _arrays(
     prefix: int, longest: int, branch: int, samples: int, inputs: int, segments: int
 ) -> tuple[np.ndarray, ...]:
-    capacity = 1 + (samples + inputs) * branch
+    capacity = 1 + (samples + inputs) * branch + MOST_FOLLOWERS
     slots = 1 << (2 * capacity - 1).bit_length()
     return (
         np.empty((capacity, NODE_COLUMNS), np.int32),

@@ -21,7 +21,7 @@ PREFIX = "sglang_ext:"
 # sources proposed counts for each of them.
 SOURCES = {
     1: "prompt", 2: "self_output", 4: "live", 8: "static",
-    SOURCE_PREVIOUS: "previous_output", SOURCE_REALIGNED: "realigned",
+    SOURCE_PREVIOUS: "previous_output", SOURCE_REALIGNED: "realigned", 64: "bigram",
 }  # fmt: skip
 _STEP_KINDS = {
     "plain": "Decode steps without drafts.",

@@ -66,6 +66,13 @@ class Options:
     max_samples: int = _option(
         100, "SSSD: continuations sampled from the datastore per query", low=1, high=10_000
     )
+    bigram_seconds: float = _option(
+        15.0,
+        "SSSD: most seconds of a start that go into asking the target what follows each token, "
+        "until all are known; what was asked is kept for the next start; 0: nothing is asked or "
+        "used",
+        low=0.0,
+    )
     budget: str = _option(
         "auto",
         "nodes verified per request: auto (measured gain against measured cost) or fixed "

@@ -46,6 +46,7 @@ from sglang.srt.utils import broadcast_pyobj
 from sglang_ext import penalties
 from sglang_ext.api import control
 from sglang_ext.bias import BiasedRows, prefer_next_tokens
+from sglang_ext.bigrams import bigrams_of
 from sglang_ext.budget import knee
 from sglang_ext.cost_model import CostModel
 from sglang_ext.costs import costs_of, kv_read_s
@@ -149,6 +150,17 @@ class SpeculativeWorker(BaseSpecWorker):
             self.speculative_num_draft_tokens,
             self.options.budget,
         )
+
+    def init_cuda_graphs(self) -> None:
+        """There are none to capture; the target can be asked from now on."""
+        takers = [d for d in self.planner.drafters.values() if hasattr(d, "take_bigrams")]
+        seconds = self.options.bigram_seconds
+        if not seconds or not self._from_rank_0([bool(takers)])[0]:
+            return
+        bigrams = bigrams_of(self._target_worker, seconds, self._from_rank_0)
+        for drafter in takers:
+            if bigrams is not None:
+                drafter.take_bigrams(bigrams)
 
     def _metrics(self) -> SpeculationMetrics:
         labels = {"model_name": get_serving().served_model_name}

@@ -116,6 +116,8 @@ class Drafter(Protocol):
       token after the root, then after each of its nodes, those behind a rejected one included.
     - `bias(request)`: the Bias of its next tokens, or None; asked in every step, the one that reads
       its prompt included. Changes what is written: only for requests that ask for it.
+    - `take_bigrams(bigrams)`: called once before the first request, with datastores.Bigrams: the
+      target's likeliest next tokens by token. Not called where the target cannot be asked.
     - `check(params)`: raises ValueError for custom_params that it cannot use; called where the
       client gets the message. A static method.
     - `counters`: a mapping of totals since the start by name, reported as a metric.

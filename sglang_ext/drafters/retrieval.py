@@ -11,6 +11,7 @@ import numpy as np
 
 from datastores import (
     DEFAULT_NAMESPACE,
+    Bigrams,
     Datastore,
     InputTrie,
     RetrievalConfig,
@@ -39,6 +40,7 @@ class RetrievalDrafter:
         )
         self.ingests = options.live_ingest
         self.datastore = open_datastore(context)
+        self._bigrams: Bigrams | None = None
         warm_up(context.vocab_size)
         logger.info(
             "SSSD datastore: %d tokens%s%s, live ingest %s",
@@ -47,6 +49,10 @@ class RetrievalDrafter:
             ", followed" if self.datastore.follows else "",
             "on" if self.ingests and not self.datastore.follows else "off",
         )
+
+    def take_bigrams(self, bigrams: Bigrams) -> None:
+        """Draft what was never seen from what the target says after single tokens."""
+        self._bigrams = bigrams
 
     def prepare(self, requests: Sequence[DraftRequest]) -> None:
         """Index the prompts, which another server is still reading."""
@@ -81,6 +87,7 @@ class RetrievalDrafter:
             ],
             max_nodes,
             self.config,
+            bigrams=self._bigrams,
         )
         return [TokenTree(d.tokens.astype(np.int64), d.parents, d.probs, d.sources) for d in drafts]
 

@@ -20,7 +20,7 @@ from sglang_ext.tree import TokenTree
 
 m = SpeculationMetrics({"model_name": "m"})
 tree = TokenTree(np.arange(4), np.arange(-1, 3, dtype=np.int32), np.ones(4, np.float32),
-                 np.array([1, 3, 4, 8], np.int8))
+                 np.array([1, 3 + 64, 4, 8], np.int8))
 m.note_verified([tree, TokenTree.chain([1])], [np.array([True, True, False]), np.array([False])])
 m.note_width(2.5)
 m.note_drafting(0.0003)
@@ -51,7 +51,7 @@ def test_series_in_multiprocess_mode(tmp_path):
 
     proposed = [value("proposed_tokens_total", source=s) for s in metrics.SOURCES.values()]
     accepted = [value("accepted_tokens_total", source=s) for s in metrics.SOURCES.values()]
-    assert proposed == [2, 1, 1, 0, 0, 0] and accepted == [2, 1, 0, 0, 0, 0]
+    assert proposed == [2, 1, 1, 0, 0, 0, 1] and accepted == [2, 1, 0, 0, 0, 0, 1]
     assert value("accept_length_count") == 2 and value("accept_length_sum") == 4
     assert value("accept_length_bucket", le="1.0") == 1
     assert value("verify_width_sum") == 2.5

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datastores import DatastoreError, Draft, InputTrie, RetrievalConfig, retrieve
+from datastores import Bigrams, DatastoreError, Draft, InputTrie, RetrievalConfig, retrieve
 from datastores.retrieval import (
+    SOURCE_BIGRAM,
     SOURCE_LIVE,
     SOURCE_PROMPT,
     SOURCE_SELF_OUTPUT,
@@ -29,6 +30,18 @@ configs = st.builds(
     branch_length=st.integers(1, 5),
     min_matches=st.sampled_from([1, 3, 1000]),
 )
+
+
+@st.composite
+def bigrams(draw: st.DrawFn) -> Bigrams:
+    """Up to three followers of some of the tokens, known ones first."""
+    tokens = np.full((VOCAB, 3), -1, np.int32)
+    probs = np.zeros((VOCAB, 3), np.float32)
+    for token in range(VOCAB):
+        followers = draw(st.lists(ids, max_size=3, unique=True))
+        tokens[token, : len(followers)] = followers
+        probs[token, : len(followers)] = draw(st.sampled_from([0.01, 0.2, 0.3]))
+    return Bigrams(tokens, probs)
 
 
 def segments_of(
@@ -68,6 +81,7 @@ def naive_paths(
     static_corpus: list[list[int]],
     live_corpus: list[list[int]],
     config: RetrievalConfig,
+    table: Bigrams | None = None,
 ) -> dict[tuple[int, ...], tuple[float, int]]:
     """The estimator of RetrievalConfig, from all occurrences, without sampling."""
     branch = config.branch_length
@@ -127,14 +141,21 @@ def naive_paths(
                 scales[1] = config.datastore_weight * min(1.0, config.datastore_cap * weight / n)
             unseen.append(scales[s] * weight * novelties[s][0] * (best + depth) ** -novelties[s][1])
             total += scales[s] * n
-        for token in {token for source in onward for _, token, _ in source}:
-            mass, sources = 0.0, 0
+        novel, likely = max(unseen), {}
+        if table is not None and depth == 0:
+            row = zip(table.tokens[history[-1]], table.probs[history[-1]], strict=True)
+            likely = {int(token): float(prob) for token, prob in row if token >= 0}
+            if total == 0.0:
+                novel = 1.0
+        for token in {token for source in onward for _, token, _ in source} | likely.keys():
+            mass = novel * likely.get(token, 0.0)
+            sources = SOURCE_BIGRAM if token in likely else 0
             for s in (0, 1):
                 hits = [(m, origin) for m, t, origin in onward[s] if t == token]
                 mass += scales[s] * sum((m / 4) ** powers[s] for m, _ in hits)
                 for _, origin in hits:
                     sources |= origin
-            prob = path_prob * mass / (total + max(unseen))
+            prob = path_prob * mass / (total + novel)
             result[(*path, token)] = prob, sources
             visit((*path, token), prob)
 
@@ -159,13 +180,21 @@ def assert_well_formed(draft: Draft, vocab_size: int) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(history=histories, split=st.integers(0, 50), corpus=corpora, live=corpora, config=configs)
+@given(
+    history=histories,
+    split=st.integers(0, 50),
+    corpus=corpora,
+    live=corpora,
+    config=configs,
+    table=st.none() | bigrams(),
+)
 def test_probabilities_and_sources_equal_the_naive_estimator(
     history: list[int],
     split: int,
     corpus: list[list[int]],
     live: list[list[int]],
     config: RetrievalConfig,
+    table: Bigrams | None,
 ) -> None:
     """With more nodes than there are, the draft is the whole tree."""
     config = replace(config, max_samples=1000, max_input_samples=1000)
@@ -173,9 +202,9 @@ def test_probabilities_and_sources_equal_the_naive_estimator(
     trie = trie_of(history[:split], config)
     trie.extend(history[split:])
     store = Snapshot(segments_of(live), segments_of(corpus), VOCAB)
-    (draft,) = retrieve([trie], store, 10_000, config)
+    (draft,) = retrieve([trie], store, 10_000, config, bigrams=table)
     assert_well_formed(draft, VOCAB)
-    ours, expected = paths(draft), naive_paths(history, split, corpus, live, config)
+    ours, expected = paths(draft), naive_paths(history, split, corpus, live, config, table)
     # float32 underflow aside, the same paths with the same probabilities.
     assert {p for p, (prob, _) in expected.items() if prob > 1e-30} <= ours.keys()
     assert ours.keys() <= expected.keys()
@@ -249,6 +278,48 @@ def test_callers_in_many_threads_share_the_helpers() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_what_was_never_seen_is_drafted_from_bigrams() -> None:
+    table = Bigrams(
+        np.array([[2, 1], [-1, -1], [1, -1]], np.int32),
+        np.array([[0.5, 0.25], [0.0, 0.0], [0.9, 0.0]], np.float32),
+    )
+    tries = [trie_of([0]), trie_of([1]), trie_of([2]), trie_of([3]), InputTrie()]
+    drafts = retrieve(tries, None, 10, bigrams=table)
+    assert paths(drafts[0]) == {(2,): (0.5, SOURCE_BIGRAM), (1,): (0.25, SOURCE_BIGRAM)}
+    # Nothing is known after 1, 3 is behind the table's end, and the last has no token yet.
+    assert [len(draft) for draft in drafts] == [2, 0, 1, 0, 0]
+    (narrow,) = retrieve([trie_of([0])], None, 1, RetrievalConfig(max_samples=0), bigrams=table)
+    assert paths(narrow) == {(2,): (0.5, SOURCE_BIGRAM)}
+
+
+def test_bigrams_make_a_token_that_was_seen_likelier() -> None:
+    table = Bigrams(np.array([[1]] * 3, np.int32), np.array([[0.5]] * 3, np.float32))
+    trie = trie_of([0, 1, 0, 2, 0])
+    before = paths(retrieve([trie], None, 10)[0])
+    after = paths(retrieve([trie], None, 10, bigrams=table)[0])
+    unseen = 1 - before[1,][0] - before[2,][0]
+    assert after[1,][0] == pytest.approx(before[1,][0] + unseen / 2)
+    assert after[1,][1] == SOURCE_PROMPT | SOURCE_BIGRAM
+    assert after[2,] == before[2,]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "probs", "message"),
+    [
+        ([[0], [2]], [[0.1], [0.1]], "below 2"),
+        ([[0], [-2]], [[0.1], [0.1]], "-1 or below"),
+        ([[0], [1]], [[0.1], [1.1]], "from 0 to 1"),
+        ([[0], [1]], [[0.1], [float("nan")]], "from 0 to 1"),
+        ([[0], [1]], [[0.1]], "one shape"),
+        ([[0] * 9] * 2, [[0.1] * 9] * 2, "1 to 8 columns"),
+        ([0, 1], [0.1, 0.1], "matrix"),
+    ],
+)
+def test_bigrams_that_do_not_fit_are_refused(tokens, probs, message) -> None:
+    with pytest.raises(DatastoreError, match=message):
+        Bigrams(np.array(tokens, np.int32), np.array(probs, np.float32))
 
 
 def test_arrays_of_a_batch_hold_the_same_as_its_drafts() -> None:

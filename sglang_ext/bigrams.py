@@ -1,0 +1,267 @@
+"""The target's own bigrams: what it says after a single token, asked once and kept.
+
+Source: N-Grammys (arXiv 2411.03786), the model-derived bigram. The target reads "\n" and a token,
+for every token of the vocabulary, and the likeliest next tokens make a table. The line feed is
+there because a model's first token draws most of the attention (StreamingLLM, arXiv 2309.17453):
+without one before it a token predicts nothing. SSSD drafts from the table what it has never seen.
+
+One file a model in ~/.cache/sglang-ext/bigrams, named after what it was asked of. A start asks for
+some seconds, low token ids first (byte-pair merges come in the order of their frequency), and the
+next start goes on. Delete the file to ask afresh.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+import zipfile
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.runtime_context import get_parallel, get_schedule
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.utils import require_mlp_sync
+
+from datastores import Bigrams, DatastoreError
+from sglang_ext.models.store import default_cache_dir
+
+logger = logging.getLogger(__name__)
+
+# Next tokens kept of each token: a fifth is never right often enough to be verified.
+FOLLOWERS = 4
+BEFORE = "\n"
+# Tokens asked about in one pass: few at first, more while a pass takes a small part of the time.
+_FIRST_AT_ONCE, _MOST_AT_ONCE = 8, 256
+_PART = 0.05
+
+# int64[n] tokens -> float32[n, vocabulary] logits of what follows each.
+Ask = Callable[[Sequence[int]], torch.Tensor]
+# What rank 0 says, on every rank.
+Agree = Callable[[list[Any]], list[Any]]
+
+
+def bigrams_of(worker: Any, seconds: float, agree: Agree) -> Bigrams | None:
+    """The target's table, asked on for at most so many seconds; None where it cannot be asked.
+
+    Call it before the first request, on all ranks at once: the pools are emptied behind it.
+
+    Args:
+        worker: SGLang's TpModelWorker, its attention backends made.
+        agree: gives every rank rank 0's values, for clocks and files may differ.
+    """
+    runner, tokenizer = worker.model_runner, worker.tokenizer
+    reason = _why_not(runner, tokenizer)
+    if reason:
+        logger.info("sglang-ext bigrams: none, %s", reason)
+        return None
+    before = tokenizer.encode(BEFORE)
+    identity = {
+        "model": runner.model_config.model_path,
+        "config": hashlib.sha256(runner.model_config.hf_config.to_json_string().encode())
+        .hexdigest()[:16],
+        "weights": _weights_hash(runner.model),
+        "before": before,
+        "followers": FOLLOWERS,
+    }  # fmt: skip
+    most_rows = min(_MOST_AT_ONCE, runner.req_to_token_pool.size)
+    try:
+        return asked_on(
+            _Target(runner, before).logits_after,
+            runner.model_config.vocab_size,
+            identity,
+            seconds,
+            most_rows,
+            agree,
+        )
+    except Exception:
+        # Only the drafts are poorer for it.
+        logger.warning("sglang-ext bigrams: the target could not be asked", exc_info=True)
+        return None
+    finally:
+        runner.req_to_token_pool.clear()
+        runner.token_to_kv_pool_allocator.clear()
+
+
+def asked_on(
+    ask: Ask,
+    vocab_size: int,
+    identity: Mapping[str, Any],
+    seconds: float,
+    most_rows: int,
+    agree: Agree = lambda values: values,
+) -> Bigrams:
+    """The stored table, and what can be asked within so many seconds of what it lacks.
+
+    Args:
+        identity: what the table holds for.
+        most_rows: tokens asked about at once, at most.
+    """
+    started = time.monotonic()
+    path = _cache_file(identity)
+    tokens, probs = agree(list(_read(path, vocab_size)))
+    first = start = int((tokens[:, 0] >= 0).sum())
+    rows, pass_s = min(_FIRST_AT_ONCE, most_rows), seconds
+    while start < vocab_size:
+        if pass_s < _PART * seconds:
+            rows = min(2 * rows, most_rows)
+        (rows,) = agree([rows if time.monotonic() - started < seconds else 0])
+        if not rows:
+            break
+        asked = time.monotonic()
+        end = min(start + rows, vocab_size)
+        likely = torch.topk(torch.softmax(ask(range(start, end)).float(), dim=-1), FOLLOWERS)
+        tokens[start:end] = likely.indices.cpu().numpy()
+        probs[start:end] = likely.values.cpu().numpy()
+        start, pass_s = end, time.monotonic() - asked
+    if start > first:
+        _write(path, identity, tokens, probs)
+    logger.info(
+        "sglang-ext bigrams: of %d tokens of %d, %d of them asked in %.1f s (%s)",
+        start,
+        vocab_size,
+        start - first,
+        time.monotonic() - started,
+        path,
+    )
+    return Bigrams(tokens, probs)
+
+
+def _why_not(runner: Any, tokenizer: Any) -> str:
+    """Why the target cannot be asked; empty: it can."""
+    if runner.model_config.is_encoder_decoder:
+        return "an encoder-decoder target says nothing without its input"
+    if not hasattr(tokenizer, "encode"):
+        return "there is no tokenizer"
+    if get_parallel().pp_size > 1 or require_mlp_sync():
+        return "pipeline parallelism and DP attention need other batches"
+    return ""
+
+
+class _Target:
+    """Reads short texts, as SGLang's benchmark/one_batch.py does: a prefill, nothing decoded.
+
+    Args:
+        before: tokens read before every other one; their K and V are shared where they can be.
+    """
+
+    def __init__(self, runner: Any, before: Sequence[int]) -> None:
+        self._runner = runner
+        self._before = list(before)
+        self._shared = _Shared(
+            page_size=get_schedule().page_size,
+            device=runner.device,
+            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        )
+        if isinstance(runner.token_to_kv_pool, MHATokenToKVPool) and self._shared.page_size == 1:
+            self._shared.slots = self._read([self._before])[1]
+
+    def logits_after(self, tokens: Sequence[int]) -> torch.Tensor:
+        """float[n, vocabulary], of what follows each of these tokens."""
+        logits, slots = self._read([[*self._before, token] for token in tokens])
+        self._runner.token_to_kv_pool_allocator.free(slots)
+        return logits
+
+    @torch.no_grad()
+    def _read(self, texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits behind each text, and the KV slots of what was read."""
+        runner = self._runner
+        runner.req_to_token_pool.clear()
+        batch = ScheduleBatch.init_new(
+            reqs=[_request(text, len(self._shared.slots)) for text in texts],
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+            tree_cache=self._shared,
+            model_config=runner.model_config,
+            enable_overlap=False,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+        )
+        batch.prepare_for_extend()
+        if batch.input_ids is None:
+            batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
+            batch.prefill_input_ids_cpu = None
+        forward = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+        logits = runner.forward(forward).logits_output.next_token_logits
+        return logits, batch.out_cache_loc
+
+
+def _request(text: Sequence[int], read: int) -> Req:
+    """One whose first `read` tokens were read before."""
+    req = Req("bigram", "", array("q", text), SamplingParams(temperature=0, max_new_tokens=1))
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    req.logprob_start_len = -1
+    req.prefix_len = read
+    req.extend_end = len(text)
+    return req
+
+
+class _Shared(SimpleNamespace):
+    """As much of a prefix cache as a batch asks for: one prefix, in these slots."""
+
+    slots = torch.empty(0, dtype=torch.int64)
+
+    def prefix_device_indices(self, req: Req) -> torch.Tensor:
+        return self.slots
+
+    def supports_swa(self) -> bool:
+        return False
+
+    def supports_mamba(self) -> bool:
+        return False
+
+    def supports_prefix_sharing(self) -> bool:
+        return True
+
+    def evict(self, params: Any) -> None:
+        pass
+
+    def maybe_hand_to_session(self, req: Req) -> None:
+        pass
+
+
+def _weights_hash(model: torch.nn.Module) -> str:
+    """Tells weights apart that were put in the same folder: a few numbers of each parameter."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        head = parameter.detach().reshape(-1)[:64].float().cpu().numpy()
+        digest.update(name.encode() + head.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _cache_file(identity: Mapping[str, Any]) -> Path:
+    text = json.dumps(dict(identity), sort_keys=True)
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return default_cache_dir() / "bigrams" / f"{name}.npz"
+
+
+def _read(path: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The stored tables; where there are none that can be used, empty ones."""
+    with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, DatastoreError):
+        with np.load(path) as stored:
+            tokens, probs = stored["tokens"], stored["probs"]
+        known = Bigrams(tokens, probs).known
+        if tokens.shape == (vocab_size, FOLLOWERS) and (tokens[:known] >= 0).all():
+            return tokens, probs
+    shape = (vocab_size, FOLLOWERS)
+    return np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
+
+
+def _write(path: Path, identity: Mapping[str, Any], tokens: np.ndarray, probs: np.ndarray) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            np.savez(file, tokens=tokens, probs=probs, made_for=json.dumps(dict(identity)))
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("the target's bigrams are not kept for the next start: %s", error)
