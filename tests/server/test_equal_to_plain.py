@@ -1,5 +1,6 @@
 """Whatever a request asks for, greedy output with speculation is plain SGLang's."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -172,3 +173,20 @@ def test_repeated_prompts_are_drafted_from_what_was_served(sssd_server, prompts)
             break
     assert again["output_ids"] == first["output_ids"]
     assert again["meta_info"]["spec_accept_length"] > 3
+
+
+def test_what_was_never_seen_is_drafted_from_the_targets_bigrams(
+    plain_server, sssd_server, prompts
+):
+    def counted(series: str) -> float:
+        text = requests.get(sssd_server.base_url + "/metrics", timeout=30).text
+        found = re.findall(rf'^sglang_ext:{series}\{{.*source="bigram".*\}} (\S+)$', text, re.M)
+        return sum(map(float, found))
+
+    proposed, accepted = counted("proposed_tokens_total"), counted("accepted_tokens_total")
+    own_tokens = {"custom_params": {"drafter": "sssd", "datastore": False}}
+    for prompt in prompts[:4]:
+        ours = answer(sssd_server, prompt, **own_tokens)
+        assert ours["output_ids"] == plain_answer(plain_server, prompt)["output_ids"]
+    assert counted("proposed_tokens_total") > proposed
+    assert counted("accepted_tokens_total") > accepted
