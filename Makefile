@@ -33,7 +33,9 @@ $(VENV)/.installed: pyproject.toml requirements.lock
 # Suffix decoding, to compare with: docs/peers.md.
 peers: setup
 	$(BIN)/pip install --disable-pip-version-check --no-deps nanobind==2.9.2 cmake==4.4.4 ninja==1.13.2 grpcio-tools==1.85.1
-	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation arctic-inference==0.1.1
+	@# Its CMake looks for Python and nanobind in the active environment, else on the PATH.
+	VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(abspath $(BIN)):$$PATH" \
+		$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation arctic-inference==0.1.1
 
 clean:
 	rm -rf $(VENV)
