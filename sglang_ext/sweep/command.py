@@ -36,12 +36,17 @@ class Size:
     batches: tuple[int, ...] = (1, 2, 4, 8, 16)
     rates: tuple[float, ...] = ()
     repeats: int = 3
+    most_repeats: int = 0
+    minutes: float = 0.0
     prompts: int = 32
     max_tokens: int = 128
 
 
 FULL = Size()
-QUICK = Size(workloads=("mt-bench", "gsm8k"), batches=(1, 4), repeats=2, prompts=4, max_tokens=24)
+QUICK = Size(
+    workloads=("mt-bench", "gsm8k"), batches=(1, 4), repeats=2, most_repeats=6, minutes=9.0,
+    prompts=4, max_tokens=24,
+)  # fmt: skip
 # Of a Whisper; transcripts end by themselves.
 _WHISPER: dict[str, Any] = {"workloads": ("audio",), "max_tokens": 224}
 
@@ -86,9 +91,14 @@ def add_commands(commands: Any) -> None:
         "--repeats", type=whole_number, metavar="N", help=f"runs of each point [{FULL.repeats}]"
     )
     command.add_argument(
-        "--most-repeats", type=whole_number, default=0, metavar="N",
+        "--most-repeats", type=whole_number, metavar="N",
         help="repeat up to N times where SSSD and AR, or its best peer, are too close to tell "
         "which is faster [as --repeats]",
+    )  # fmt: skip
+    command.add_argument(
+        "--minutes", type=_minutes, metavar="X",
+        help="once each point was run, begin no repeat that would end later than this; 0: no "
+        "limit [0; --quick: 9]",
     )  # fmt: skip
     command.add_argument(
         "--prompts",
@@ -183,8 +193,9 @@ def run_report(args: argparse.Namespace) -> int:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Say how far two folders agree; returns the exit code (1: not within their spread)."""
+    from sglang_ext.sweep.agreement import compare
     from sglang_ext.sweep.results import Results, ResultsError
-    from sglang_ext.sweep.summary import compare, summarize
+    from sglang_ext.sweep.summary import summarize
 
     try:
         first, second = (summarize(Results.read(path)) for path in (args.first, args.second))
@@ -194,6 +205,8 @@ def run_compare(args: argparse.Namespace) -> int:
                 "no batch size was measured in both folders, with the same method and workload "
                 "and ar beside it"
             )
+        if "stated_spread_percent" not in figures:
+            raise ResultsError("neither sweep has repeated a point: they state no spread")
     except ResultsError as error:
         print(f"sglang-ext sweep compare: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
@@ -240,7 +253,6 @@ def plan_of(args: argparse.Namespace) -> Plan:
         seed=args.seed,
         data=str(_data(args.data, set(kinds.values()))),
         server_flags=tuple(shlex.split(args.server_flags)),
-        most_repeats=args.most_repeats,
         **chosen,
     )
 
@@ -352,10 +364,10 @@ def _sweep(
         _report(args.out)
     for problem in runner.problems:
         say(f"sglang-ext sweep: {problem}")
-    left = len(runner.left())
-    if left:
-        say(f"{left} runs have no result. {_how_to_go_on(args.out)}")
-    return _FAILED if runner.problems or left else 0
+    missing = len(runner.missing())
+    if missing:
+        say(f"{missing} runs have no result. {_how_to_go_on(args.out)}")
+    return _FAILED if runner.problems or missing else 0
 
 
 def _note_environment(results: Any, say: Callable[[str], None]) -> None:
@@ -406,6 +418,16 @@ def _numbers(kind: type[Number]) -> Callable[[str], tuple[Number, ...]]:
         return numbers
 
     return parse
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = -1.0
+    if not 0.0 <= minutes < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of minutes, 0 for no limit")
+    return minutes
 
 
 def _named_url(text: str) -> tuple[str, str]:

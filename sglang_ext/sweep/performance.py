@@ -120,6 +120,11 @@ def _findings(summary: Summary) -> Iterator[str]:
     if (spread := figures.get("spread_percent")) is not None:
         middle = figures["spread_percent_median"]
         found.append(f"Spread of the repeats: {middle:.1f}% in the median, {spread:.1f}% at most.")
+    if (limit := figures.get("speedup_agreement_percent")) is not None:
+        found.append(
+            f"Another such sweep has the same speedups within {limit:.1f}%, with 95% probability "
+            "for all of them."
+        )
     if (share := figures.get("equal_outputs_percent")) is not None:
         found.append(f"Outputs that are AR's, token for token: {share:.1f}%.")
     if found:
@@ -200,6 +205,7 @@ def _command(plan: Plan) -> str:
         "rates": ",".join(f"{rate:g}" for rate in plan.rates),
         "repeats": str(plan.repeats),
         "most-repeats": str(plan.most_repeats or ""),
+        "minutes": f"{plan.minutes:g}" if plan.minutes else "",
         "prompts": str(plan.prompts),
         "max-tokens": str(plan.max_tokens),
         "seed": str(plan.seed),

@@ -48,6 +48,7 @@ class Plan:
         data: folder or file of the data sets.
         server_flags: further flags of every server.
         most_repeats: of what `repeats` leave open, see settling.py; up to `repeats`: none.
+        minutes: behind the first repeat of all, none is begun that would end later; 0: no limit.
     """
 
     model: str
@@ -62,6 +63,11 @@ class Plan:
     data: str
     server_flags: tuple[str, ...]
     most_repeats: int = 0
+    minutes: float = 0.0
+
+    def round_of(self, repeat: int) -> int:
+        """Which runs share servers that were started for them: a repeat, or all that settle."""
+        return min(repeat, self.repeats)
 
     def order(self) -> Iterator[tuple[int, Point]]:
         """(repeat, point), in the order of measurement.

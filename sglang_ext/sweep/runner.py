@@ -1,7 +1,12 @@
-"""Measures what is left of a plan, the methods of a load by turns."""
+"""Measures what is left of a plan, the methods of a load by turns.
+
+Every repeat has servers that were started for it: one start may be faster than another for good,
+by where its memory lies and what it measured of the machine, and a spread must show that.
+"""
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +24,7 @@ from sglang_ext.sweep.plan import RATE, Point, turned
 from sglang_ext.sweep.progress import Pace
 from sglang_ext.sweep.results import PointResult, RequestResult, Results, ServedBefore
 from sglang_ext.sweep.servers import ControlError, RunningServer, Servers
-from sglang_ext.sweep.settling import open_runs
+from sglang_ext.sweep.settling import open_runs, runs_needed
 
 PLAIN_SERVER = "plain"
 _WARM_UP = "warm-up"
@@ -68,6 +73,8 @@ class Runner:
         self._decode = decode
         self._say = say
         self._total = 0
+        self._deadline = time.monotonic() + 60.0 * (self._plan.minutes or math.inf)
+        self._servers_used = False
         self._pace = Pace()
         self._warm: dict[str, set[str]] = {}
         self._broken: dict[str, str] = {}
@@ -87,8 +94,13 @@ class Runner:
             left.sort(key=lambda run: (run[0], order[self._methods[run[1].method].server]))
         return left
 
+    def missing(self) -> list[tuple[int, Point]]:
+        """The runs without a result that a finished sweep has."""
+        needed = runs_needed(self._plan, self._results.points)
+        return [run for run in needed if not self._results.is_finished(*run)]
+
     def run(self) -> None:
-        """Measure all that is left.
+        """Measure all that is left, as far as the time allows.
 
         Raises:
             SweepError: a server does not start, or prompts are not answered before the sweep.
@@ -102,14 +114,52 @@ class Runner:
         while (left := self.left()) and not self.problems:
             finished = sum(point.error is None for point in self._results.points)
             self._total = finished + len(left)
-            self._make(left)
+            if not self._make(left):
+                return
 
-    def _make(self, left: Sequence[tuple[int, Point]]) -> None:
+    def _make(self, left: Sequence[tuple[int, Point]]) -> bool:
+        """Measure these, round by round; False: there was no time for all."""
         place = 0
-        for (repeat, *_), runs in itertools.groupby(left, self._turn_key):
-            points = [point for _, point in runs]
-            place += len(points)
-            self._measure(repeat, points, left[place:])
+        for _, group in itertools.groupby(left, lambda run: self._plan.round_of(run[0])):
+            runs = list(group)
+            if not self._begin_round(runs):
+                self._say(
+                    f"{self._plan.minutes:g} minutes are almost over: {len(left) - place} more "
+                    "runs are left out, which the same command would make"
+                )
+                return False
+            for (repeat, *_), turn in itertools.groupby(runs, self._turn_key):
+                points = [point for _, point in turn]
+                place += len(points)
+                began = time.monotonic()
+                self._measure(repeat, points, left[place:])
+                self._pace.took(time.monotonic() - began)
+        return True
+
+    def _begin_round(self, runs: Sequence[tuple[int, Point]]) -> bool:
+        """Servers start afresh, where there is time for it; False: there is none for the runs."""
+        if self._servers_used:
+            seconds = self._pace.seconds(point for _, point in runs)
+            left = self._deadline - time.monotonic()
+            if seconds > left:
+                return False
+            if seconds + self._pace.start_s <= left:
+                self._start_afresh(self._servers_of(runs))
+        self._servers_used = True
+        return True
+
+    def _start_afresh(self, keys: Iterable[str]) -> None:
+        self._servers.stop_started()
+        self._warm.clear()
+        if not self._servers.together:
+            return  # each when its turn has come
+        for key in keys:
+            if key not in self._broken:
+                try:
+                    self._servers.get(key)
+                except ServerError as error:
+                    self._give_up(key, str(error))
+        self._note_servers()
 
     def _turn_key(self, run: tuple[int, Point]) -> tuple[Any, ...]:
         """Runs with the same key take turns: all methods at one load, if their servers are up."""
@@ -134,8 +184,10 @@ class Runner:
         needed = _KV_MARGIN * max(tokens_in_flight(part, in_flight) for part in parts)
         self._servers.prepare(keys, self._model_path, needed, longest)
         if self._servers.together:
+            began = time.monotonic()
             for key in keys:
                 self._start(key)
+            self._pace.start_s = time.monotonic() - began
 
     def _start(self, key: str) -> None:
         try:
@@ -351,15 +403,16 @@ class Runner:
         self._say(self._line(result, after))
 
     def _line(self, result: PointResult, after: Sequence[tuple[int, Point]]) -> str:
-        waiting = [
-            point for _, point in after if self._methods[point.method].server not in self._broken
-        ]
+        waiting = [run for run in after if self._methods[run[1].method].server not in self._broken]
+        rounds = {self._plan.round_of(repeat) for repeat, _ in waiting}
+        starts = len(rounds - {self._plan.round_of(result.repeat)})
+        left = self._pace.left((point for _, point in waiting), starts)
         baseline = self._baseline(result)
         ratio = f"{result.output_throughput / baseline:.2f}x AR" if baseline else ""
         return (
             f"{self._total - len(after)}/{self._total}  repeat {result.repeat + 1}  "
             f"{result.workload} {result.mode} {result.load:g}  {result.method:17}"
-            f"{result.output_throughput:8.1f} tokens/s  {ratio:9}  {self._pace.left(waiting)}"
+            f"{result.output_throughput:8.1f} tokens/s  {ratio:9}  {left}"
         )
 
     def _baseline(self, result: PointResult) -> float:

@@ -242,8 +242,7 @@ class Servers:
         if key in self._running:
             return self._running[key][0]
         if not self.together and key not in self._urls:
-            for other in [k for k in self._running if k not in self._urls]:
-                self.stop(other)
+            self.stop_started()
         with contextlib.ExitStack() as stack:
             server = self._given(key) if key in self._urls else self._started(key, stack)
             self._running[key] = (server, stack.pop_all())
@@ -257,6 +256,11 @@ class Servers:
         """End a server; one that was not started here is only let go."""
         if key in self._running:
             self._running.pop(key)[1].close()
+
+    def stop_started(self) -> None:
+        """End all that were started here."""
+        for key in [key for key in self._running if self.is_started_here(key)]:
+            self.stop(key)
 
     def describe(self) -> dict[str, Any]:
         """The servers that run, for environment.json."""

@@ -1,4 +1,4 @@
-"""Which runs a sweep makes again: those that leave open whether SSSD is the faster one."""
+"""Which runs a sweep makes: the plan's, and again what leaves open whether SSSD is faster."""
 
 import dataclasses
 import math
@@ -16,6 +16,13 @@ _CONFIDENCE = 0.95
 
 # Output tokens/s by repeat.
 Speeds = Mapping[int, float]
+
+
+def runs_needed(plan: Plan, results: Sequence[PointResult]) -> dict[tuple[int, Point], None]:
+    """What a sweep must have to be finished: all, or with a limit of time the first repeat."""
+    if plan.minutes:
+        return {(repeat, point): None for repeat, point in plan.order() if repeat == 0}
+    return dict.fromkeys((*plan.order(), *open_runs(plan, results)))
 
 
 def open_runs(plan: Plan, results: Sequence[PointResult]) -> list[tuple[int, Point]]:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from sglang_ext.sweep.agreement import agreement_limit
 from sglang_ext.sweep.methods import BASELINE, METHODS, OURS, PEER_WORKLOADS
 from sglang_ext.sweep.metrics import Run
 from sglang_ext.sweep.plan import BATCH, Plan, Point
 from sglang_ext.sweep.results import PointResult, Results
-from sglang_ext.sweep.settling import open_runs
+from sglang_ext.sweep.settling import runs_needed
 
 # The methods of ours that figures speak of.
 HEADLINES: Mapping[str, str] = {"sssd": OURS, "specasr": "specasr-tsp", "ssbd": "ssbd-plus"}
@@ -124,7 +124,8 @@ class Summary:
             likewise of specasr and ssbd.
         spread_percent: Spread.percent of output_throughput, the worst of all points in mode
             "batch" with two repeats or more; spread_percent_median: their median;
-            speedup_spread_percent: likewise the worst of speedup.
+            speedup_spread_percent: likewise the worst of speedup; speedup_agreement_percent: by how
+            much those of another such sweep may differ, see agreement.py.
         equal_outputs_percent: of the requests of all methods that are exact.
         """
         batch = [row for row in self.rows if row.point.mode == BATCH]
@@ -151,6 +152,14 @@ class Summary:
             "spread_percent": max(spreads, default=None),
             "spread_percent_median": float(np.median(spreads)) if spreads else None,
             "speedup_spread_percent": max(of_speedup, default=None),
+            "speedup_agreement_percent": agreement_limit(
+                [
+                    _speedups(row, base)
+                    for row in batch
+                    if row.point.method != BASELINE
+                    and (base := self.row(_with_method(row.point, BASELINE))) is not None
+                ]
+            ),
             "equal_outputs_percent": self._equal_outputs(),
             "runs": self.runs,
             "runs_planned": self.planned,
@@ -219,45 +228,9 @@ def summarize(results: Results) -> Summary:
         _with_speedups(rows),
         _with_speedups(categories),
         len(finished),
-        len({*finished, *results.plan.order(), *open_runs(results.plan, results.points)}),
+        len({*finished, *runs_needed(results.plan, results.points)}),
         list(_problems(results, finished)),
     )
-
-
-def compare(first: Summary, second: Summary) -> dict[str, float]:
-    """How far two sweeps agree: their medians of speedup, point by point.
-
-    Not of output_throughput: a machine may be faster an hour later, for all methods alike.
-
-    Returns:
-        points: with a speedup in both, in mode "batch"; median_difference_percent and
-        worst_difference_percent of these; within_spread_percent: how many of them differ by no
-        more than stated_spread_percent, the larger speedup_spread_percent of the two;
-        throughput_difference_percent: that of output_throughput in the median.
-    """
-    rows = [
-        (row, other)
-        for row in first.rows
-        if row.point.mode == BATCH and (other := second.row(row.point)) is not None
-    ]
-    differences = _differences([r for r in rows if r[0].point.method != BASELINE], "speedup")
-    if not len(differences):
-        return {"points": 0}
-    stated = max(s.figures().get("speedup_spread_percent", 0.0) for s in (first, second))
-    return {
-        "points": len(differences),
-        "median_difference_percent": float(np.median(differences)),
-        "worst_difference_percent": float(differences.max()),
-        "within_spread_percent": float(100.0 * (differences <= stated).mean()),
-        "stated_spread_percent": stated,
-        "throughput_difference_percent": float(np.median(_differences(rows, "output_throughput"))),
-    }
-
-
-def _differences(rows: Iterable[tuple[Row, Row]], column: str) -> npt.NDArray[np.float64]:
-    """By how many percent two rows' medians differ, where both have one above 0."""
-    pairs = [(a, b) for x, y in rows if (a := x.median(column)) and (b := y.median(column))]
-    return np.array([200.0 * abs(a - b) / (a + b) for a, b in pairs])
 
 
 def title(method: str) -> str:

@@ -74,6 +74,8 @@ def described(summary: Summary) -> str:
     text += f"medians of {'up to ' if unfinished else ''}{plan.repeats} repeats"
     if plan.most_repeats > plan.repeats:
         text += f", of up to {plan.most_repeats} where two methods are close"
+    if plan.minutes:
+        text += f", as many as fit into {plan.minutes:g} minutes"
     text += "."
     if unfinished:
         text += f" Unfinished: {summary.runs} of {summary.planned} runs."

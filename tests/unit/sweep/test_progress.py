@@ -17,3 +17,15 @@ def test_time_left_is_that_of_runs_at_the_same_load():
     assert pace.left([slow] * 50) == "1 h 15 min left"
     # One that was not met yet counts as the mean of the others.
     assert pace.left([Point("a", "v", "batch", 1)] * 5) == "4 min left"
+
+
+def test_what_is_between_runs_and_starts_of_servers_count():
+    point = Point("a", "w", "batch", 1)
+    pace = Pace()
+    pace.note(point, 30.0)
+    pace.took(60.0)
+    assert pace.seconds([point, point]) == 120.0
+    pace.note(point, 30.0)  # under way: not yet known with what is around it
+    assert pace.seconds([point]) == 60.0
+    pace.start_s = 90.0
+    assert pace.left([point], starts=2) == "4 min left"

@@ -1,7 +1,9 @@
 """Whole sweeps over servers that can die: what is measured, in which order, and what is kept."""
 
 import itertools
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +15,7 @@ from sglang_ext.sweep.methods import Method
 from sglang_ext.sweep.plan import Plan, Point
 from sglang_ext.sweep.results import Results
 from sglang_ext.sweep.runner import Runner, SweepError
+from sglang_ext.sweep.summary import summarize
 from tests.unit.sweep.fake_server import FakeServers
 
 SERVERS = {
@@ -87,7 +90,7 @@ def namespaces(server):
 
 
 def test_everything_is_measured_once_in_the_plans_order(whole):
-    folder, runner, servers = whole
+    folder, runner, _ = whole
     results = Results.read(folder)
     assert [(p.repeat, p.point) for p in results.points] == list(PLAN.order())
     assert len(results.points) == TOTAL
@@ -98,8 +101,20 @@ def test_everything_is_measured_once_in_the_plans_order(whole):
         assert point.prompt_tokens == 3 * 2
         assert point.duration_s > 0
     assert len(list(results.requests)) == TOTAL * 3
-    assert [key for key, _ in servers.started] == ["plain", "ngram", "sssd"]
     assert set(results.environment["servers"]) == set(SERVERS)
+
+
+def test_every_repeat_has_servers_of_its_own(whole):
+    servers = whole[-1]
+    started = [key for key, _ in servers.started]
+    # In the order of the plan, which the second repeat has backwards.
+    assert started == ["plain", "ngram", "sssd", "plain", "sssd", "ngram"]
+    first, second = (
+        [is_measured(body) for body in server.generated()]
+        for key, server in servers.started
+        if key == "ngram"
+    )
+    assert sum(first) == sum(second) == TOTAL / 4 / 2 * 3
 
 
 def test_requests_are_kept_with_what_they_gave(tmp_path):
@@ -148,7 +163,7 @@ def test_a_warm_method_has_what_was_served_before_and_nothing_of_its_own_prompts
     assert served[0].output == [5100 + i for i in range(MEASURED_TOKENS)]
     sssd = servers.server("sssd")
     loaded = [body for path, body in sssd.calls if path == "/add_external_corpus"]
-    assert len(loaded) == TOTAL / 4
+    assert len(loaded) == TOTAL / 4 / 2  # of the second repeat's server
     assert {body["corpus_id"] for body in loaded} == {"sweep-w", "sweep-v"}
     texts = next(body["documents"] for body in loaded if body["corpus_id"] == "sweep-w")
     served += Results.read(folder).served_before("v")
@@ -171,8 +186,8 @@ def test_each_run_of_a_live_method_has_a_namespace_of_its_own(whole):
     _, _, servers = whole
     sssd = servers.server("sssd")
     used = [name for name in namespaces(sssd) if name != "sweep-warm-up"]
-    assert len(used) == TOTAL / 4 * (3 + 1)  # one is not measured, and opens it
-    assert len(set(used)) == TOTAL / 4
+    assert len(used) == TOTAL / 4 / 2 * (3 + 1)  # one is not measured, and opens it
+    assert len(set(used)) == TOTAL / 4 / 2
     deleted = {path.rpartition("/")[2] for path in sssd.paths() if "/namespaces/" in path}
     assert deleted == set(used) | {"sweep-warm-up"}
 
@@ -182,12 +197,12 @@ def test_the_cache_is_flushed_before_each_run_and_warm_ups_are_not_repeated(whol
     plain = servers.server("plain")
     # As it is opened and before each part (of three prompts three at batch 1, one at batch 2), but
     # NGRAM, which would forget what it has learned.
-    assert plain.paths().count("/flush_cache") == (1 + 3 + 1 + 1) * TOTAL / 4 / 2
-    assert servers.server("ngram").paths().count("/flush_cache") == TOTAL / 4
+    assert plain.paths().count("/flush_cache") == (1 + 3 + 1 + 1) * TOTAL / 4 / 2 / 2
+    assert servers.server("ngram").paths().count("/flush_cache") == TOTAL / 4 / 2
     warm = [b for b in plain.generated() if b["sampling_params"]["max_new_tokens"] == 16]
     assert sorted(b["input_ids"][0] for b in warm) == [51, 52, 250, 251]  # never a measured one
     measured = [b for b in plain.generated() if is_measured(b)]
-    assert len(measured) == TOTAL / 4 * 3
+    assert len(measured) == TOTAL / 4 / 2 * 3
 
 
 def test_a_finished_sweep_is_not_measured_again(whole):
@@ -233,7 +248,8 @@ def test_a_server_that_dies_is_started_again_and_the_run_repeated(tmp_path):
 
     runner, servers = sweep(tmp_path, servers=FakeServers(SERVERS, set_up=set_up))
     points = Results.read(tmp_path).points
-    assert [key for key, _ in servers.started] == ["plain", "ngram", "sssd", "ngram"]
+    again = ["plain", "sssd", "ngram"]  # for the second repeat
+    assert [key for key, _ in servers.started] == ["plain", "ngram", "sssd", "ngram", *again]
     (died,) = [p for p in points if p.error is not None]
     assert died.method == "ngram" and "'ngram' died" in died.error
     good = [(p.repeat, p.point) for p in points if p.error is None]
@@ -374,6 +390,64 @@ def test_a_server_that_never_starts_ends_the_sweep(tmp_path):
         sweep(tmp_path, servers=FakeServers(SERVERS, set_up=set_up))
 
 
+def test_a_server_that_does_not_start_for_a_later_repeat_ends_its_methods_alone(tmp_path):
+    from sglang_ext.started_server import ServerError
+
+    def set_up(key, server, nth):
+        if key == "sssd" and nth == 1:
+            raise ServerError("the server did not start:\nOut of memory")
+
+    runner, _ = sweep(tmp_path, servers=FakeServers(SERVERS, set_up=set_up))
+    good = [(p.repeat, p.method) for p in Results.read(tmp_path).points if p.error is None]
+    assert {run for run in good if run[0]} == {(1, "ar"), (1, "ngram")}
+    assert len(good) == TOTAL / 2 + TOTAL / 4
+    (problem,) = runner.problems
+    assert problem.startswith("no further runs of cold, live: the server did not start")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The runner's clock: it goes on by what is added to it."""
+    now = [1000.0]
+    monkeypatch.setattr(
+        "sglang_ext.sweep.runner.time", SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    )
+    return now
+
+
+@pytest.mark.parametrize(
+    ("minutes", "starts", "repeats"),
+    # A start of both servers takes 1 minute, a repeat 2.
+    [(0.5, 1, 1), (4.5, 1, 1), (5.5, 1, 2), (6.5, 2, 2), (9.5, 3, 3), (0, 4, 4)],
+)
+def test_no_repeat_is_begun_that_would_end_too_late(tmp_path, clock, minutes, starts, repeats):
+    def say(line):
+        said.append(line)
+        if "tokens/s" in line:
+            clock[0] += 30.0  # two methods, two batch sizes
+
+    def set_up(key, server, nth):
+        clock[0] += 30.0
+
+    said: list[str] = []
+    plan = replace(
+        PLAN, methods=("ar", "cold"), workloads=("w",), repeats=4, minutes=float(minutes)
+    )
+    servers = FakeServers(SERVERS, set_up=set_up)
+    runner, _ = sweep(tmp_path, plan, servers, say)
+    points = Results.read(tmp_path).points
+    assert len(points) == repeats * 4 and runner.problems == []
+    assert len(servers.started) == starts * 2
+    # The first repeat is what there must be.
+    assert runner.missing() == []
+    over = [line for line in said if "minutes are almost over" in line]
+    assert len(over) == (repeats < 4)
+    if over:
+        assert f"{16 - 4 * repeats} more runs are left out" in over[0]
+    found = summarize(Results.read(tmp_path))
+    assert found.runs == found.planned == repeats * 4
+
+
 def test_failed_requests_are_told_and_the_run_is_kept(tmp_path):
     plan = replace(PLAN, methods=("ar",), workloads=("w",), batches=(2,), repeats=1)
 
@@ -492,7 +566,9 @@ def test_growing_sources_are_sessions_that_no_other_run_goes_on_with(tmp_path):
     measured = {tuple(item.input_ids) for item in GROWING.measured}
     bodies = [
         body["sampling_params"]["custom_params"]
-        for body in servers.server("ssbd").generated()
+        for key, server in servers.started
+        if key == "ssbd"
+        for body in server.generated()
         if tuple(body["input_ids"]) in measured
     ]
     runs = 2 * len(PLAN.batches)
