@@ -3,7 +3,11 @@
 import statistics
 from collections.abc import Iterable
 
-from sglang_ext.sweep.plan import Point
+from sglang_ext.sweep.plan import RATE, Point
+
+# By which power of its load a run is quicker where nothing better is known: arrivals set the pace
+# of a rate; a batch of twice the size does not give twice the tokens.
+_RATE_POWER, _BATCH_POWER = 1.0, 0.7
 
 
 class Pace:
@@ -29,11 +33,23 @@ class Pace:
         self._noted_in_wall = self._noted
 
     def seconds(self, points: Iterable[Point]) -> float:
-        """How long these will take; loads that were not met yet as the others."""
+        """How long these will take; a load that was not met yet as the others, by its size."""
         means = {load: statistics.fmean(seconds) for load, seconds in self._seconds.items()}
-        usual = statistics.fmean(means.values()) if means else 0.0
         between = self._wall / self._noted_in_wall if self._noted_in_wall else 1.0
-        return between * sum(means.get((p.workload, p.mode, p.load), usual) for p in points)
+
+        def expected(mode: str, load: float) -> float:
+            power = _RATE_POWER if mode == RATE else _BATCH_POWER
+            return statistics.fmean(
+                seconds * ((known / load) ** power if known_mode == mode else 1.0)
+                for (_, known_mode, known), seconds in means.items()
+            )
+
+        return between * sum(
+            means[key] if (key := (p.workload, p.mode, p.load)) in means
+            else expected(p.mode, p.load) if means
+            else 0.0
+            for p in points
+        )  # fmt: skip
 
     def left(self, points: Iterable[Point], starts: int = 0) -> str:
         """The same for people; the servers are started so many times more."""

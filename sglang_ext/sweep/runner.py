@@ -1,7 +1,7 @@
 """Measures what is left of a plan, the methods of a load by turns.
 
-Every repeat has servers that were started for it: one start may be faster than another for good,
-by where its memory lies and what it measured of the machine, and a spread must show that.
+Every repeat has servers that were started for it: one start may be faster than another for as long
+as it runs (two starts of plain decoding differed by a tenth), and a spread must show that.
 """
 
 import dataclasses

@@ -1,5 +1,7 @@
 """Time left."""
 
+import pytest
+
 from sglang_ext.sweep.plan import Point
 from sglang_ext.sweep.progress import Pace
 
@@ -15,8 +17,14 @@ def test_time_left_is_that_of_runs_at_the_same_load():
     assert pace.left([Point("b", "w", "batch", 16)]) == "6 s left"
     assert pace.left([slow, slow]) == "3 min left"
     assert pace.left([slow] * 50) == "1 h 15 min left"
-    # One that was not met yet counts as the mean of the others.
-    assert pace.left([Point("a", "v", "batch", 1)] * 5) == "4 min left"
+    # One that was not met yet counts as the mean of the others, each scaled to its size.
+    unknown = (90.0 + 6.0 * 16**0.7) / 2
+    assert pace.seconds([Point("a", "v", "batch", 1)]) == pytest.approx(unknown)
+    assert pace.seconds([Point("a", "v", "batch", 2)]) == pytest.approx(unknown / 2**0.7)
+    assert pace.seconds([Point("a", "v", "rate", 3)]) == pytest.approx((90.0 + 6.0) / 2)
+    pace.note(Point("a", "w", "rate", 0.5), 200.0)
+    slower = pace.seconds([Point("a", "w", "rate", 0.25)])
+    assert slower == pytest.approx((90.0 + 6.0 + 400.0) / 3)
 
 
 def test_what_is_between_runs_and_starts_of_servers_count():
