@@ -93,7 +93,7 @@ def add_commands(commands: Any) -> None:
     command.add_argument(
         "--most-repeats", type=whole_number, metavar="N",
         help="repeat up to N times where SSSD and AR, or its best peer, are too close to tell "
-        "which is faster [as --repeats]",
+        "which is faster [as --repeats; --quick: 6]",
     )  # fmt: skip
     command.add_argument(
         "--minutes", type=_minutes, metavar="X",
