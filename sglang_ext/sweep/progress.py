@@ -34,22 +34,19 @@ class Pace:
 
     def seconds(self, points: Iterable[Point]) -> float:
         """How long these will take; a load that was not met yet as the others, by its size."""
-        means = {load: statistics.fmean(seconds) for load, seconds in self._seconds.items()}
         between = self._wall / self._noted_in_wall if self._noted_in_wall else 1.0
+        return between * sum(map(self._expected, points))
 
-        def expected(mode: str, load: float) -> float:
-            power = _RATE_POWER if mode == RATE else _BATCH_POWER
-            return statistics.fmean(
-                seconds * ((known / load) ** power if known_mode == mode else 1.0)
-                for (_, known_mode, known), seconds in means.items()
-            )
-
-        return between * sum(
-            means[key] if (key := (p.workload, p.mode, p.load)) in means
-            else expected(p.mode, p.load) if means
-            else 0.0
-            for p in points
-        )  # fmt: skip
+    def _expected(self, point: Point) -> float:
+        """Seconds of a run, without what is between runs; 0 before the first one."""
+        if met := self._seconds.get((point.workload, point.mode, point.load)):
+            return statistics.fmean(met)
+        power = _RATE_POWER if point.mode == RATE else _BATCH_POWER
+        others = [
+            statistics.fmean(seconds) * ((load / point.load) ** power if mode == point.mode else 1)
+            for (_, mode, load), seconds in self._seconds.items()
+        ]
+        return statistics.fmean(others) if others else 0.0
 
     def left(self, points: Iterable[Point], starts: int = 0) -> str:
         """The same for people; the servers are started so many times more."""

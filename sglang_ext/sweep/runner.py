@@ -153,13 +153,11 @@ class Runner:
         self._warm.clear()
         if not self._servers.together:
             return  # each when its turn has come
-        for key in keys:
-            if key not in self._broken:
-                try:
-                    self._servers.get(key)
-                except ServerError as error:
-                    self._give_up(key, str(error))
-        self._note_servers()
+        for key in (key for key in keys if key not in self._broken):
+            try:
+                self._start(key)
+            except SweepError as error:  # what the other servers decode is measured all the same
+                self._give_up(key, str(error))
 
     def _turn_key(self, run: tuple[int, Point]) -> tuple[Any, ...]:
         """Runs with the same key take turns: all methods at one load, if their servers are up."""

@@ -35,8 +35,8 @@ def test_a_point_that_was_run_once_is_no_surer_for_the_others_repeats():
     assert with_one_more > 1.5 * agreement_limit(repeated)
 
 
-@pytest.mark.parametrize(("repeats", "at_least"), [(2, 0.9), (3, 0.9), (6, 0.9)])
-def test_sweeps_of_one_machine_agree_19_times_of_20(repeats, at_least):
+@pytest.mark.parametrize("repeats", [2, 3, 6])
+def test_sweeps_of_one_machine_agree_19_times_of_20(repeats):
     chance = random.Random(repeats)
 
     def sweep():
@@ -51,12 +51,12 @@ def test_sweeps_of_one_machine_agree_19_times_of_20(repeats, at_least):
         pairs = [(median(a), median(b)) for a, b in zip(one, two, strict=True)]
         return all(abs(a - b) / ((a + b) / 2) <= limit for a, b in pairs)
 
-    assert sum(agree() for _ in range(200)) / 200 >= at_least
+    assert sum(agree() for _ in range(200)) / 200 >= 0.9
 
 
 def test_two_sweeps_are_compared_point_by_point(tmp_path):
     def uneven(result, requests):
-        own = 1.0 if result.method == "ar" else 1.0 + 0.01 * result.repeat
+        own = 1.0 if result.method == "ar" else 1.0 + 0.05 * result.repeat
         return replace(result, duration_s=own * result.duration_s), requests
 
     def on_a_slower_machine(result, requests):
@@ -70,9 +70,8 @@ def test_two_sweeps_are_compared_point_by_point(tmp_path):
     assert found["points"] == 12  # plain decoding's own four have no speedup
     assert found["within_spread_percent"] == 50.0
     assert found["worst_difference_percent"] == pytest.approx(39, abs=0.5)
-    stated = first.figures()["speedup_agreement_percent"]
+    stated = agreement_limit([[1.0, 1 / 1.05, 1 / 1.1]] * 12)
     assert found["stated_spread_percent"] == pytest.approx(stated)
-    assert 1.0 < stated < 10.0
     assert found["throughput_difference_percent"] > 60
     assert compare(first, first)["within_spread_percent"] == 100.0
 
