@@ -185,7 +185,8 @@ class RequestTable:
 
         Args:
             reqs: the batch.
-            pending: for each, tokens committed but not yet in its output_ids (overlap), or None.
+            pending: for each, the committed tokens that its output_ids lack (overlap, relay.py);
+                None: it lacks none.
         """
         running = []
         for i, req in enumerate(reqs):
@@ -195,6 +196,8 @@ class RequestTable:
                 known = self._start(req, extra)
             else:
                 self._append(known, req.output_ids, extra)
+            # Its last token is the root that the target reads next.
+            assert len(known.draft.output) == len(req.output_ids) + len(extra), req.rid
             running.append(known)
         if len(self._running) > self._limit:
             self._drop_departed(reqs)

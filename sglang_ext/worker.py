@@ -19,7 +19,6 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import (
     get_device,
@@ -64,6 +63,7 @@ from sglang_ext.ragged import (
     needs_every_row,
     put_padding_back,
 )
+from sglang_ext.relay import LastStep, StepResult
 from sglang_ext.requests import RunningRequest
 from sglang_ext.tokenizers import fingerprint
 from sglang_ext.tree import PackedTrees, TokenTree, pack
@@ -91,7 +91,7 @@ class SpeculativeWorker(BaseSpecWorker):
         self.speculative_num_draft_tokens: int = get_spec().speculative_num_draft_tokens
         self.adaptive_controller = None
         self.vocab_size: int = self.model_runner.model_config.vocab_size
-        self.on_host = self.device == "cpu"
+        self.on_host = runs_on_host(self.device)
         self._role: str = get_disagg().disaggregation_mode  # null, prefill or decode
 
         if self.model_runner.model_config.is_encoder_decoder and not self.on_host:
@@ -99,6 +99,7 @@ class SpeculativeWorker(BaseSpecWorker):
                 "speculation over encoder-decoder models (Whisper) runs with --device cpu only so "
                 "far: FlashInfer's verify masks leave no room for the encoder's tokens"
             )
+        self._last = LastStep()
         # Made in alloc_memory_pool(), once SGLang knows how many requests may run.
         self.planner: DraftPlanner
         self._host_prefill: HostPrefill | None = None
@@ -210,8 +211,13 @@ class SpeculativeWorker(BaseSpecWorker):
         batch: ScheduleBatch,
         on_publish: Callable[[torch.Tensor], None] | None = None,
         pp_proxy_tensors: Any = None,
-    ) -> GenerationBatchResult:
+    ) -> StepResult:
         """Run one scheduler step: prefill as SGLang does, decode with speculation."""
+        result = self._run(batch, on_publish, pp_proxy_tensors)
+        self._last.launched(batch.reqs, result)
+        return result
+
+    def _run(self, batch: ScheduleBatch, on_publish, pp_proxy_tensors) -> StepResult:
         if not self.on_host:
             stream = torch.get_device_module(self.device).current_stream()
             record_stream_for_v2_verify(batch, None, stream)
@@ -235,7 +241,7 @@ class SpeculativeWorker(BaseSpecWorker):
         biased = BiasedRows.of_trees(biases, trees, packed, self.device) if any(biases) else None
         return self._verify(batch, running, packed, trees, biased, head, on_publish)
 
-    def _prefill(self, batch, on_publish, pp_proxy_tensors) -> GenerationBatchResult:
+    def _prefill(self, batch, on_publish, pp_proxy_tensors) -> StepResult:
         self.planner.prefill(batch.reqs)
         biases = self._from_rank_0(self.planner.biases_in_prefill(batch.reqs))
         if self._host_prefill is not None:
@@ -259,13 +265,8 @@ class SpeculativeWorker(BaseSpecWorker):
         )
 
     def _pending_tokens(self, batch: ScheduleBatch) -> list[list[int]] | None:
-        """Under overlap, the last step's tokens are not yet in output_ids: read the relay."""
-        if not self.enable_overlap or batch.grammar_needs_sync():
-            return None
-        lens = batch.spec_info.accept_lens.tolist()
-        stride = self.speculative_num_draft_tokens
-        tokens = batch.spec_info.accept_tokens.view(-1, stride).tolist()
-        return [row[:n] for row, n in zip(tokens, lens, strict=True)]
+        """Under overlap, the last step's tokens may be missing in output_ids."""
+        return self._last.lacking(batch) if self.enable_overlap else None
 
     def _take_known(
         self, batch: ScheduleBatch, running: Sequence[RunningRequest]
@@ -328,7 +329,7 @@ class SpeculativeWorker(BaseSpecWorker):
         biases: Sequence[Bias | None],
         head: KnownHead | None,
         on_publish,
-    ) -> GenerationBatchResult:
+    ) -> StepResult:
         """One token a request through SGLang's own decode and sampler."""
         start = time.perf_counter()
         slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices, decoder_starts(batch)]
@@ -373,7 +374,7 @@ class SpeculativeWorker(BaseSpecWorker):
         biased: BiasedRows | None,
         head: KnownHead | None,
         on_publish,
-    ) -> GenerationBatchResult:
+    ) -> StepResult:
         start = time.perf_counter()
         verify_input, positions = self._prepare_verify(batch, packed)
         slots = batch.out_cache_loc
@@ -523,7 +524,7 @@ class SpeculativeWorker(BaseSpecWorker):
 
     def _result(
         self, logits_output, can_run_cuda_graph, accept_tokens, lens, new_seq_lens, head=None
-    ) -> GenerationBatchResult:
+    ) -> StepResult:
         """The result of a step; `accept_tokens` [bs, n] is padded to the relay's fixed width.
 
         Args:
@@ -534,7 +535,7 @@ class SpeculativeWorker(BaseSpecWorker):
         stride = self.speculative_num_draft_tokens
         relay = torch.zeros(len(lens), stride, dtype=torch.int32, device=self.device)
         relay[:, : accept_tokens.shape[1]] = accept_tokens
-        return GenerationBatchResult(
+        return StepResult(
             logits_output=logits_output,
             next_token_ids=accept_tokens.flatten(),
             can_run_cuda_graph=can_run_cuda_graph,
@@ -549,6 +550,11 @@ class SpeculativeWorker(BaseSpecWorker):
             speculative_num_draft_tokens=stride,
             speculative_output_stride=accept_tokens.shape[1],
         )
+
+
+def runs_on_host(device: str) -> bool:
+    """Whether a step's tensors can be read at any time, without waiting for a device."""
+    return device == "cpu"
 
 
 def _in_place(accepted: Accepted, width: int) -> bool:
