@@ -1,0 +1,1 @@
+"""What only CUDA needs: graphs by width, staging, masks, FlashInfer beside encoder tokens."""
