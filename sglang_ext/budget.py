@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.cost_model import NODE_READS, CostModel
+from sglang_ext.cost_model import CostModel
 
 # A speculative step must promise this much more than a plain one: pays for being wrong about
 # either side.
@@ -121,10 +121,13 @@ class Choice:
     Attributes:
         nodes: int64[bs], of each request; 0 for one that decodes plainly.
         saved_s: what it should save over plain steps that yield as many tokens, in the cost's unit.
+        width: nodes that the pass runs of every request, its root included, where all run as many;
+            1 is a plain decode step.
     """
 
     nodes: npt.NDArray[np.int64]
     saved_s: float = 0.0
+    width: int = 1
 
 
 def choose_nodes(
@@ -162,15 +165,68 @@ def choose_nodes(
     last = tokens - bs - 1
     gains = 1.0 + np.cumsum(np.concatenate(probs)[order])[last] / bs
     held = np.array(contexts or [0] * bs, dtype=np.float64)
-    seconds = cost.verify_costs(tokens, held.sum() + NODE_READS * np.cumsum(held[owners])[last])
+    read = held.sum() + cost.node_reads * np.cumsum(held[owners])[last]
+    seconds = cost.verify_costs(tokens, read)
     plain_s = cost.cost(bs, read=held.sum())
     best = int(np.argmax(gains / (seconds + drafting_s)))
     gain, verify_s = float(gains[best]), float(seconds[best])
     nodes = np.bincount(owners[: last[best] + 1], minlength=bs)
     if padded:
         most = int(nodes.max())
-        read = held.sum() * (1.0 + NODE_READS * most)
+        read = held.sum() * (1.0 + cost.node_reads * most)
         verify_s = cost.cost(bs * (1 + most), verify=True, read=read)
     if gain / (verify_s + drafting_s) <= min_gain / plain_s:
         return none
-    return Choice(nodes, max(0.0, gain * plain_s - verify_s))
+    return Choice(nodes, max(0.0, gain * plain_s - verify_s), 1 + int(nodes.max()))
+
+
+def choose_width(
+    probs: Sequence[npt.NDArray[np.float64]],
+    cost: CostModel,
+    widths: Sequence[int],
+    contexts: Sequence[int] = (),
+    drafting_s: float = 0.0,
+    min_gain: float = MIN_GAIN,
+    padded_batch: int | None = None,
+    most_tokens: int = 0,
+) -> Choice:
+    """Which captured width every request is verified at, for the most tokens a second.
+
+    For devices whose steps replay captured graphs: the graph of width w runs w nodes of each of
+    `padded_batch` requests, whatever was drafted for them, so a request verifies its best w - 1.
+
+    Args:
+        probs: for each request, its nodes' probabilities in the tree's order, best first.
+        cost: the cost of steps.
+        widths: the captured ones; width 1, a plain decode step, is always possible.
+        contexts: KV entries of each request; none: not considered.
+        drafting_s: seconds that the device waits for drafts in such a step, in `cost`'s unit. They
+            have passed by now, also for a plain step: whether they pay is DraftingRation's matter.
+        min_gain: how much better than a plain step a wider one must be.
+        padded_batch: requests that the graph runs, padding included; None: as many as there are.
+        most_tokens: of a pass that verifies; 0: as many as pay.
+    """
+    bs = len(probs)
+    rows = padded_batch or bs
+    wide = np.array(
+        [w for w in sorted(widths) if w > 1 and (not most_tokens or rows * w <= most_tokens)],
+        dtype=np.int64,
+    )
+    sizes = np.array([len(p) for p in probs], dtype=np.int64)
+    if not len(wide) or not sizes.any():
+        return Choice(np.zeros(bs, dtype=np.int64))
+    # Expected tokens by the number of nodes that each request may have at most.
+    by_place = np.zeros(int(sizes.max()))
+    places = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    np.add.at(by_place, places, np.concatenate(probs) ** CAUTION)
+    sums = np.concatenate([[0.0], np.cumsum(by_place)])
+    gains = 1.0 + sums[np.minimum(wide - 1, len(by_place))] / bs
+    held = float(sum(contexts))
+    seconds = cost.verify_costs(rows * wide, held * (1.0 + cost.node_reads * (wide - 1)))
+    plain_s = cost.cost(rows, read=held)
+    best = int(np.argmax(gains / (seconds + drafting_s)))
+    gain, verify_s = float(gains[best]), float(seconds[best])
+    if gain / (verify_s + drafting_s) <= min_gain / (plain_s + drafting_s):
+        return Choice(np.zeros(bs, dtype=np.int64))
+    width = int(wide[best])
+    return Choice(np.minimum(sizes, width - 1), max(0.0, gain * plain_s - verify_s), width)

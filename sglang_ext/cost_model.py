@@ -16,6 +16,8 @@ import numpy.typing as npt
 # A node reads its request's KV beside the others of its tree, from the cache: how much of a plain
 # read that takes (0.4 measured, tree_cpu).
 NODE_READS = 0.4
+# On a GPU a request's nodes share a tile of queries, which reads its KV once for all of them.
+NODE_READS_CUDA = 0.0
 # A verify step's cost above a plain step of as many tokens, until one was run: parts of it.
 _VERIFY = 0.04
 # Steps that show what a pass costs besides its linear layers; SGLang's warm-up has so many.
@@ -43,9 +45,13 @@ class CostModel:
             what is observed.
         read_s: cost of reading a KV entry (a token's K and V of all layers), in `prior`'s unit:
             the weights tell how fast memory is; 0: reading is not told apart from the rest.
+        node_reads: a verified node's part of a plain read of its request's KV, beside its root's.
     """
 
-    def __init__(self, prior: Mapping[int, float], read_s: float = 0.0):
+    def __init__(
+        self, prior: Mapping[int, float], read_s: float = 0.0, node_reads: float = NODE_READS
+    ):
+        self.node_reads = node_reads
         self._prior_tokens = np.array(sorted(prior), dtype=np.float64)
         costs = np.array([prior[t] for t in sorted(prior)], dtype=np.float64)
         # More tokens never cost less: a count that looks dearer than a larger one was disturbed.
