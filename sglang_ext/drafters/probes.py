@@ -51,18 +51,21 @@ class RandomDrafter:
 class OracleDrafter:
     """Chains read from a file of known outputs (`--oracle-file`), found by their prompt.
 
-    The file holds a JSON object a line: {"prompt": [ids], "output": [ids]}.
+    The file holds a JSON object a line: {"prompt": [ids], "output": [ids]}. With "draft": [ids]
+    beside them, of the same length, those are proposed at their places in the output instead, so
+    that the share of right ones sets the acceptance.
     """
 
     def __init__(self, context: DrafterContext):
         path = context.options.oracle_file
         if not path:
             raise DrafterError("the drafter 'oracle' needs --oracle-file FILE")
-        self._outputs: dict[tuple[int, ...], list[int]] = {}
+        self._outputs: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
         try:
             for line in Path(path).read_text().splitlines():
                 entry = json.loads(line)
-                self._outputs[tuple(entry["prompt"])] = entry["output"]
+                output = entry["output"]
+                self._outputs[tuple(entry["prompt"])] = output, entry.get("draft", output)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DrafterError(
                 f"--oracle-file {path}: expected a JSON object with prompt and output (lists of "
@@ -71,7 +74,7 @@ class OracleDrafter:
 
     def start(self, request: DraftRequest) -> None:
         """Look the request's output up."""
-        request.state = self._outputs.get(tuple(request.prompt), [])
+        request.state = self._outputs.get(tuple(request.prompt), ([], []))
 
     def observe(self, request: DraftRequest, tokens: Sequence[int]) -> None:
         """Nothing to learn."""
@@ -83,7 +86,7 @@ class OracleDrafter:
         """What comes next in the known output, as long as the request has kept to it."""
         trees = []
         for request in requests:
-            done, known = len(request.output), request.state
+            done, (known, draft) = len(request.output), request.state
             on_track = known[:done] == list(request.output)
-            trees.append(TokenTree.chain(known[done : done + max_nodes] if on_track else [], 0.99))
+            trees.append(TokenTree.chain(draft[done : done + max_nodes] if on_track else [], 0.99))
         return trees
