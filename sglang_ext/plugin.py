@@ -1,6 +1,5 @@
 """What SGLang calls in every process at start (entry-point group `sglang.srt.plugins`)."""
 
-import logging
 import multiprocessing
 import os
 from functools import cache
@@ -8,8 +7,6 @@ from typing import Any
 
 from sglang_ext import audio_processor
 from sglang_ext.options import Options
-
-logger = logging.getLogger(__name__)
 
 ALGORITHM = "SSSD"
 # Root included; on a CPU, past this the forward pass costs more than it can gain.
@@ -20,8 +17,6 @@ LONG_DRAFTERS = frozenset({"specasr", "ssbd"})
 MAX_DRAFT_TOKENS = 64
 # As SGLang's NGRAM: what a verify step of that many trees still pays for.
 MAX_RUNNING_REQUESTS = 48
-# CUDA backends that take a tree mask as it is; the first is ours.
-TREE_BACKENDS = ("flashinfer", "triton")
 
 
 def register() -> None:
@@ -95,6 +90,7 @@ def _resolve_server_args(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     from sglang_ext.api import protocol
+    from sglang_ext.cuda import backends
 
     options = Options.from_env()  # a wrong value ends the start here, with one clear line
     protocol.make_folder()
@@ -105,6 +101,8 @@ def _resolve_server_args(server_args: Any) -> None:
         raise ValueError(f"{ALGORITHM} does not support pipeline parallelism (--pp-size 1)")
     if cfg.attn_dp_size > 1:
         raise ValueError(f"{ALGORITHM} does not support --enable-dp-attention")
+    if cfg.enable_lmcache:  # SGLang's own message names neither the flag nor the algorithm
+        raise ValueError(f"{ALGORITHM} does not support --enable-lmcache; leave it out")
     long = options.default_drafter in LONG_DRAFTERS or options.draft_model
     default = DEFAULT_LONG_DRAFT_TOKENS if long else DEFAULT_DRAFT_TOKENS
     width = cfg.speculative_num_draft_tokens or default
@@ -123,12 +121,8 @@ def _resolve_server_args(server_args: Any) -> None:
         server_args.max_running_requests = MAX_RUNNING_REQUESTS
     if cfg.device == "cpu":
         server_args.disable_overlap_schedule = True
-    elif cfg.attention_backend not in TREE_BACKENDS:
-        server_args.attention_backend = TREE_BACKENDS[0]
-        logger.warning(
-            "%s verifies trees with --attention-backend %s, not %s",
-            ALGORITHM, TREE_BACKENDS[0], cfg.attention_backend,
-        )  # fmt: skip
+    else:
+        backends.resolve_backends(server_args)
 
 
 def _check_request_options() -> None:
