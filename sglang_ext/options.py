@@ -58,6 +58,7 @@ class Options:
         "x-sglang-ext-namespace",
         "HTTP header that names a request's namespace; empty: custom_params.namespace only",
         pattern=_HEADER_NAME,
+        expected="letters, digits and hyphens",
     )
     prefix_length: int = _option(8, "SSSD: longest matched prefix, P", low=1, high=12)
     branch_length: int = _option(
@@ -84,6 +85,13 @@ class Options:
         "I_knee: most tokens of a forward pass that verifies, on CPUs (s_q = I_knee / batch); "
         "0: as many as pay",
         low=0,
+    )
+    cuda_widths: str = _option(
+        "",
+        "nodes per request for which verify steps get CUDA graphs, comma-separated, beside "
+        "--speculative-num-draft-tokens and plain decode steps; empty: 2, 4, 8, 16, ...",
+        pattern=r"|(?:[2-9]|[1-9]\d)(?:,(?:[2-9]|[1-9]\d))*",
+        expected="whole numbers of 2 to 99, comma-separated",
     )
     draft_model: str = _option(
         "", "SpecASR: the draft Whisper, a folder or a name of `sglang-ext models list`"
@@ -214,7 +222,7 @@ def _parse(option, text: str, source: str):
         raise OptionError(f"{source}={text!r}: expected one of {', '.join(choices)}")
     pattern = option.metadata.get("pattern")
     if pattern and not re.fullmatch(pattern, text):
-        raise OptionError(f"{source}={text!r}: expected letters, digits and hyphens")
+        raise OptionError(f"{source}={text!r}: expected {option.metadata['expected']}")
     return text
 
 

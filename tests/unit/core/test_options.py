@@ -30,6 +30,8 @@ def test_environment_is_read_by_type():
         ({"SGLANG_EXT_LIVE_INGEST": "maybe"}, "expected 1 or 0"),
         ({"SGLANG_EXT_BUDGET": "big"}, "expected one of auto, fixed"),
         ({"SGLANG_EXT_NAMESPACE_HEADER": "x tenant"}, "expected letters, digits and hyphens"),
+        ({"SGLANG_EXT_CUDA_WIDTHS": "4, 8"}, "CUDA_WIDTHS='4, 8': expected whole numbers of 2 to"),
+        ({"SGLANG_EXT_CUDA_WIDTHS": "1,4"}, "CUDA_WIDTHS='1,4': expected whole numbers of 2 to"),
         ({"SGLANG_EXT_BUDGET_KNEE": "-1"}, "BUDGET_KNEE='-1': expected a whole number"),
     ],
 )
