@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_ext.cuda.staging import to_device
 from sglang_ext.drafters import Bias
 from sglang_ext.tree import PackedTrees, TokenTree
 
@@ -50,43 +51,58 @@ class BiasedRows:
 
     @classmethod
     def of(
-        cls,
-        biases: Sequence[Bias | None],
-        expected: npt.NDArray[np.int64],
-        device: str | torch.device = "cpu",
+        cls, expected: "Expected | None", device: str | torch.device = "cpu"
     ) -> "BiasedRows | None":
-        """From int64[bs, width] tokens by request and place, -1 for none; None: nothing is."""
-        places = np.flatnonzero(expected >= 0)
-        if not len(places):
+        """The positions that are biased, on `device`; None: none is."""
+        if expected is None:
             return None
-        rows = places // expected.shape[1]
-        betas = np.array([b.beta if b is not None else 0.0 for b in biases], dtype=np.float32)
-        arrays = rows, places, expected.reshape(-1)[places], betas[rows]
-        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+        arrays = expected.arrays()
+        return cls(*to_device(arrays, device)) if len(arrays[0]) else None
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a step's tokens are biased to, on the host.
+
+    Attributes:
+        tokens: int64[bs, width], the token expected at each place (after each node); -1: none.
+        betas: float32[bs].
+    """
+
+    tokens: npt.NDArray[np.int64]
+    betas: npt.NDArray[np.float32]
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """The fields of BiasedRows, as arrays."""
+        places = np.flatnonzero(self.tokens >= 0)
+        rows = places // self.tokens.shape[1]
+        return [rows, places, self.tokens.reshape(-1)[places], self.betas[rows]]
 
     @classmethod
     def of_trees(
-        cls,
-        biases: Sequence[Bias | None],
-        trees: Sequence[TokenTree],
-        packed: PackedTrees,
-        device: str | torch.device = "cpu",
-    ) -> "BiasedRows | None":
-        """Of the nodes of a verify step."""
+        cls, biases: Sequence[Bias | None], trees: Sequence[TokenTree], packed: PackedTrees
+    ) -> "Expected | None":
+        """Of the nodes of a verify step; None: nothing is biased."""
+        if not any(biases):
+            return None
         expected = np.full(packed.tokens.shape, _NOTHING, dtype=np.int64)
         for row, (bias, tree) in enumerate(zip(biases, trees, strict=True)):
             if bias is not None:
                 size = packed.sizes[row]
                 expected[row, :size] = bias.at_nodes(tree.first(int(size) - 1))
-        return cls.of(biases, expected, device)
+        return cls(expected, _betas(biases))
 
     @classmethod
-    def of_next_tokens(
-        cls, biases: Sequence[Bias | None], device: str | torch.device = "cpu"
-    ) -> "BiasedRows | None":
-        """Of a step that gives each request one token."""
+    def of_next_tokens(cls, biases: Sequence[Bias | None]) -> "Expected | None":
+        """Of a step that gives each request one token; None: nothing is biased."""
+        if not any(biases):
+            return None
         tokens = [b.tokens[0] if b is not None and len(b.tokens) else _NOTHING for b in biases]
-        return cls.of(biases, np.array(tokens, dtype=np.int64)[:, None], device)
+        return cls(np.array(tokens, dtype=np.int64)[:, None], _betas(biases))
+
+
+def _betas(biases: Sequence[Bias | None]) -> npt.NDArray[np.float32]:
+    return np.array([b.beta if b is not None else 0.0 for b in biases], dtype=np.float32)
 
 
 def prefer(
@@ -141,13 +157,13 @@ def is_greedy(sampling_info: Any) -> torch.Tensor:
 
 
 def prefer_next_tokens(
-    result: "GenerationBatchResult", batch: "ScheduleBatch", biases: Sequence[Bias | None]
+    result: "GenerationBatchResult", batch: "ScheduleBatch", expected: Expected | None
 ) -> None:
     """Bias the tokens that SGLang's own sampler has just chosen, in a prefill or a plain step."""
-    if not any(biases) or batch.is_prefill_only:  # which has no token of its own
+    if expected is None or batch.is_prefill_only:  # which has no token of its own
         return
     logits, info = result.logits_output.next_token_logits, batch.sampling_info
-    biased = BiasedRows.of_next_tokens(biases, logits.device)
+    biased = BiasedRows.of(expected, logits.device)
     if biased is None:
         return
     rows = biased.rows

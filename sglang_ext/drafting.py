@@ -2,15 +2,15 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_ext import penalties
-from sglang_ext.budget import choose_nodes
-from sglang_ext.cost_model import NODE_READS, CostModel
+from sglang_ext.budget import choose_nodes, choose_width
+from sglang_ext.cost_model import CostModel
 from sglang_ext.drafters import Bias, Drafter, DrafterContext, load
 from sglang_ext.metrics import BudgetLog, SpeculationMetrics
 from sglang_ext.rationing import DraftingRation
@@ -32,11 +32,12 @@ class DraftPlanner:
         context: what the drafters are told of the server.
         max_width: most nodes a step verifies per request, the root included.
         max_requests: requests to follow at most before those that left are forgotten.
-        cost: measured cost of forward passes, for variable widths; None: every step is
-            `max_width` wide, so that captured CUDA graphs serve them all.
+        cost: measured cost of forward passes; None: on ranks that plan nothing.
         active: False on the tensor-parallel ranks that get their trees from rank 0.
         knee: I_knee of the device in tokens (budget.py); None: not known.
         metrics: where to report to; None: nowhere.
+        widths: on a device that runs equally many nodes of every request, those that steps may
+            have, 1 among them; None: any, and what is no node is left out.
     """
 
     def __init__(
@@ -48,10 +49,13 @@ class DraftPlanner:
         active: bool,
         knee: int | None = None,
         metrics: SpeculationMetrics | None = None,
+        widths: Sequence[int] | None = None,
     ):
         self._options = context.options
         self._vocab_size = context.vocab_size
         self._max_width = max_width
+        self._widths = sorted(widths) if widths else None
+        self._padded_batch: Callable[[int], int] = lambda bs: bs
         self._active = active
         self.cost = cost
         self.knee = context.options.budget_knee or knee
@@ -59,6 +63,7 @@ class DraftPlanner:
         self._log = BudgetLog()
         rationed = cost is not None and context.options.budget == "auto"
         self._ration = DraftingRation() if rationed else None
+        self._look: tuple[bool, float] | None = None
         names = context.options.loaded_drafters()
         self.drafters: dict[str, Drafter] = (
             {name: load(name, context) for name in names} if active else {}
@@ -165,60 +170,106 @@ class DraftPlanner:
         self.requests.finish(rid)
         self._report_counters()
 
+    def looks(self) -> bool:
+        """Whether this step asks for drafts; to be called once for each decode step."""
+        return self._active and (self._ration is None or self._ration.allows())
+
+    def needs_host(self, reqs: Sequence["Req"], look: bool) -> bool:
+        """Whether a step of these requests must know their tokens: to draft, bias or penalize.
+
+        Args:
+            look: whether the step asks for drafts.
+        """
+        return any(self._needs_host(req, look) for req in reqs)
+
+    def _needs_host(self, req: "Req", look: bool) -> bool:
+        known = self.requests.running(req)
+        if known is None or penalties.is_penalized(req):
+            return True
+        if known.drafter is None:
+            return False
+        if hasattr(known.drafter, "bias"):
+            return True
+        return known.max_nodes > 0 and (look or known.fixed_budget)
+
     def plan(
         self,
         running: Sequence[RunningRequest],
+        look: bool = True,
         padded: bool = False,
         committed: Sequence[int] | None = None,
     ) -> tuple[list[TokenTree], int]:
         """Each request's tree, and the width to verify them at; width 1 is a plain step.
 
         Args:
+            look: what `looks` said of this step.
             padded: the forward pass will run `width` nodes of every request.
             committed: how many tokens each request has got in this step already; with those it
                 must not get more than the widest tree would give.
         """
-        if self.cost is None and self.metrics is not None:
-            self._observe_late(self.metrics, running)
         trees = [TokenTree.empty()] * len(running)
-        rationed = self._ration is not None and not self._ration.allows()
-        if not rationed or any(r.fixed_budget for r in running):
+        width = 1
+        if look or any(r.fixed_budget for r in running):
             start = time.perf_counter()
             for drafter in self.drafters.values():
                 self._propose(drafter, running, trees)
             if committed is not None:
                 rest = [self._max_width - 1 - n for n in committed]
                 trees = [tree.clipped(n) for tree, n in zip(trees, rest, strict=True)]
-            trees, saved_s = self._cut(running, trees, padded)
+            trees, width, saved_s = self._cut(running, trees, padded)
             seconds = time.perf_counter() - start
-            if self._ration is not None and not all(r.fixed_budget for r in running):
-                self._ration.note_look(seconds, any(map(len, trees)), saved_s)
+            if not all(r.fixed_budget for r in running):
+                self._look = any(map(len, trees)), saved_s
+            if self._widths is None:
+                self.note_look(seconds)
             if self.metrics is not None:
                 self.metrics.note_drafting(seconds)
             self._report_counters()
-        width = 1 + max(map(len, trees)) if self.cost is not None else self._max_width
         self._report(running, trees)
         return trees, width
 
-    def note_step(
-        self,
-        running: Sequence[RunningRequest],
-        tokens: int,
-        seconds: float,
-        trees: Sequence[TokenTree] = (),
-    ) -> None:
+    def note_look(self, seconds: float) -> None:
+        """What this step looked for and found took `seconds`, during which the device waited.
+
+        `plan` calls it on the host; with captured widths whoever launches the step does.
+        """
+        look, self._look = self._look, None
+        if look is not None and self._ration is not None:
+            self._ration.note_look(seconds, *look)
+
+    def use_widths(self, widths: Sequence[int], padded_batch: Callable[[int], int]) -> None:
+        """From now on steps have one of these widths: those whose graphs were captured."""
+        self._widths, self._padded_batch = sorted(widths), padded_batch
+
+    def reads(
+        self, running: Sequence[RunningRequest], trees: Sequence[TokenTree] = (), width: int = 1
+    ) -> float:
+        """KV entries that attention reads in a step of these, as CostModel counts them.
+
+        Args:
+            trees: what is verified; none: it is a plain step.
+            width: nodes that the pass runs of every request, where all run as many.
+        """
+        if self.cost is None:
+            return 0.0
+        read = float(sum(r.context for r in running))
+        if self._widths is not None:
+            return read * (1.0 + self.cost.node_reads * (width - 1))
+        for r, tree in zip(running, trees, strict=False):
+            read += self.cost.node_reads * r.context * len(tree)
+        return read
+
+    def note_step(self, tokens: int, seconds: float, read: float, verify: bool = False) -> None:
         """A forward pass over `tokens` tokens, and all that belongs to it, took `seconds`.
 
         Args:
-            trees: what it verified; none: it was a plain step.
+            read: what `reads` says of it.
+            verify: whether it verified drafts; else it was a plain step.
         """
         if self.metrics is not None:
-            self.metrics.note_step("verify" if trees else "plain", seconds)
+            self.metrics.note_step("verify" if verify else "plain", seconds)
         if self.cost is not None:
-            read = float(sum(r.context for r in running))
-            for r, tree in zip(running, trees, strict=False):
-                read += NODE_READS * r.context * len(tree)
-            self.cost.observe(tokens, seconds, bool(trees), read)
+            self.cost.observe(tokens, seconds, verify, read)
         if self._ration is not None:
             self._ration.note_step(seconds)
 
@@ -239,7 +290,7 @@ class DraftPlanner:
         """
         on_path = np.zeros(packed.tokens.shape, dtype=bool)
         on_path.reshape(-1)[accept_index[accept_index >= 0]] = True
-        verified = [b for b in range(len(running)) if packed.sizes[b] > 1]
+        verified = [b for b, r in enumerate(running) if packed.sizes[b] > 1 and not r.finished]
         accepted = [on_path[b, 1 : packed.sizes[b]] for b in verified]
         for b, mask in zip(verified, accepted, strict=True):
             running[b].calibration.observe(trees[b].probs[: len(mask)], mask)
@@ -278,39 +329,45 @@ class DraftPlanner:
             # A drafter must not take the scheduler down with it: this step goes undrafted.
             logger.exception("drafter %s failed to propose", type(drafter).__name__)
 
-    def _observe_late(self, metrics: SpeculationMetrics, running: Sequence[RunningRequest]) -> None:
-        """Where the step's result stays on the device: report what was committed since."""
-        trees, accepted = [], []
-        for r in running:
-            if r.verified is not None and len(r.draft.output) > r.drafted_at:
-                trees.append(r.verified)
-                accepted.append(r.verified.path(r.draft.output[r.drafted_at :]))
-        if trees:
-            metrics.note_verified(trees, accepted)
-
     def _cut(
         self, running: Sequence[RunningRequest], trees: Sequence[TokenTree], padded: bool
-    ) -> tuple[list[TokenTree], float]:
-        """The trees' nodes that pay for themselves, and the seconds they should save."""
+    ) -> tuple[list[TokenTree], int, float]:
+        """The trees' nodes that pay for themselves, the width, and the seconds they should save."""
+        most = self._max_width - 1
         if self.cost is None or self._ration is None:
-            return [tree.first(self._max_width - 1) for tree in trees], 0.0
+            whole = [tree.first(most) for tree in trees]
+            return whole, self._width_for(1 + max(map(len, whole))), 0.0
         probs = [
             request.calibration(tree.probs) if len(tree) and not request.fixed_budget else _NO_PROBS
             for request, tree in zip(running, trees, strict=True)
         ]
-        choice = choose_nodes(
-            probs,
-            self.cost,
-            [r.context for r in running],
-            self._ration.drafting_s,
-            padded=padded,
-            most_tokens=self._options.budget_knee,
-        )
+        contexts = [r.context for r in running]
+        drafting_s, knee = self._ration.drafting_s, self._options.budget_knee
+        if self._widths is None:
+            choice = choose_nodes(
+                probs, self.cost, contexts, drafting_s, padded=padded, most_tokens=knee
+            )
+        else:
+            choice = choose_width(
+                probs,
+                self.cost,
+                self._widths,
+                contexts,
+                drafting_s,
+                padded_batch=self._padded_batch(len(running)),
+                most_tokens=knee,
+            )
         chosen = [
-            tree.first(self._max_width - 1 if request.fixed_budget else int(n))
+            tree.first(most if request.fixed_budget else int(n))
             for request, tree, n in zip(running, trees, choice.nodes, strict=True)
         ]
-        return chosen, choice.saved_s
+        return chosen, self._width_for(1 + max(map(len, chosen))), choice.saved_s
+
+    def _width_for(self, nodes: int) -> int:
+        """The least width that holds so many nodes of each request."""
+        if self._widths is None:
+            return nodes
+        return next(width for width in self._widths if width >= nodes)
 
     def _report_counters(self) -> None:
         if self.metrics is not None:
@@ -322,10 +379,6 @@ class DraftPlanner:
             return
         sizes = [len(tree) for tree in trees]
         self._log.note_step(sizes, self.knee)
-        if self.cost is None and self.metrics is not None:
-            for request, tree in zip(running, trees, strict=True):
-                request.verified = tree if len(tree) else None
-                request.drafted_at = len(request.draft.output)
         if self.metrics is None:
             return
         self.metrics.note_width(1 + sum(sizes) / len(sizes))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_ext.bias import prefer_next_tokens
+from sglang_ext.bias import Expected, prefer_next_tokens
 from sglang_ext.encoder_decoder import DecoderTimer, decoder_starts
 from sglang_ext.prefill_drafts import (
     KnownTokens,
@@ -101,7 +101,7 @@ class HostPrefill:
                 return drafted
         start = self._start()
         result = self._target.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
-        prefer_next_tokens(result, batch, biases)
+        prefer_next_tokens(result, batch, Expected.of_next_tokens(biases))
         self._note(start)
         return result
 

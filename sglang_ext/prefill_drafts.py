@@ -20,7 +20,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
-from sglang_ext.bias import BiasedRows
+from sglang_ext.bias import BiasedRows, Expected
 from sglang_ext.drafters import Bias
 from sglang_ext.ragged import needs_every_row
 from sglang_ext.tree import TokenTree
@@ -153,13 +153,13 @@ def _biased_rows(
     if not any(biases):
         return None
     expected = np.full((rows, 1), -1, dtype=np.int64)
-    of_row: list[Bias | None] = [None] * rows
+    betas = np.zeros(rows, dtype=np.float32)
     for bias, chain, root in zip(biases, chains, roots.tolist(), strict=True):
         if bias is not None:
             end = root + len(chain) + 1
             expected[root:end, 0] = bias.at_nodes(chain)
-            of_row[root:end] = [bias] * (end - root)
-    return BiasedRows.of(of_row, expected)
+            betas[root:end] = bias.beta
+    return BiasedRows.of(Expected(expected, betas))
 
 
 def _known(

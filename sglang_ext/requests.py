@@ -11,7 +11,6 @@ from datastores import DEFAULT_NAMESPACE
 from sglang_ext.budget import Calibration
 from sglang_ext.drafters import NO_DRAFTER, Drafter, DraftRequest
 from sglang_ext.encoder_decoder import audio_features
-from sglang_ext.tree import TokenTree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -136,10 +135,8 @@ class RunningRequest:
     max_nodes: int
     calibration: Calibration
     fixed_budget: bool = False
-    verified: TokenTree | None = None
-    """Its tree in the last step, until what became of it is known (overlap only)."""
-    drafted_at: int = 0
-    """Length of the output when that tree was drafted."""
+    finished: bool = False
+    """It has left; under overlap scheduling a step that was launched before may still end."""
     ready_at: float | None = None
     """When its drafter was prepared while its KV was on its way (time.perf_counter), until that
     has been reported."""
@@ -249,6 +246,11 @@ class RequestTable:
         self._prefilled[req.rid] = known
         return True
 
+    def running(self, req: "Req") -> RunningRequest | None:
+        """A request that has begun to decode; None: it has not, or it has left."""
+        known = self._running.get(req.rid)
+        return known if known is not None and known.req is req else None
+
     def prefilled(self, req: "Req") -> RunningRequest | None:
         """A request whose prompt is being read; None: no drafter asked for it."""
         known = self._prefilled.get(req.rid)
@@ -261,8 +263,8 @@ class RequestTable:
 
     def reading(self, req: "Req") -> RunningRequest | None:
         """A request whose prompt is being read, or its output again after a retraction."""
-        known = self._running.get(req.rid)
-        if known is None or known.req is not req:
+        known = self.running(req)
+        if known is None:
             return self.prefilled(req)
         self._append(known, req.output_ids, ())
         return known
@@ -273,6 +275,7 @@ class RequestTable:
         known = self._running.pop(rid, None)
         if known is None:
             return
+        known.finished = True
         req = known.req
         self._append(known, req.output_ids, ())
         known.draft.output[:] = req.output_ids_through_stop

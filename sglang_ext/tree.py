@@ -200,6 +200,13 @@ def pack(roots: Sequence[int], trees: Sequence[TokenTree], width: int) -> Packed
         tokens[row, 1 : n + 1] = tree.tokens[:n]
         parents[row, 1 : n + 1] = tree.parents[:n] + 1
         sizes[row] = n + 1
+    return linked(tokens, parents, sizes)
+
+
+def linked(
+    tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64]
+) -> PackedTrees:
+    """The packed trees of these nodes; what is shown by `parents` is made from them."""
     depths, mask, next_token, next_sibling = _link(parents, sizes)
     return PackedTrees(tokens, parents, depths, mask, next_token, next_sibling, sizes)
 

@@ -34,14 +34,18 @@ class Accepted:
     """What a verify step commits.
 
     Attributes:
-        predict: int32[bs * width], the target's token after each node (0 where not asked).
+        predict: int32[bs * width], the target's token after each node (0 where not asked; on a
+            device 0 behind all that is not accepted).
         accept_index: int32[bs, width], flat indices of the accepted nodes, root first, then -1.
         accept_lens: int32[bs], tokens committed, the bonus included.
+        learned: int32[bs, 2 * width], the target's token after every node and accept_index: what
+            drafters learn from; None: on the host, where they are read from the other fields.
     """
 
     predict: torch.Tensor
     accept_index: torch.Tensor
     accept_lens: torch.Tensor
+    learned: torch.Tensor | None = None
 
 
 def accept_on_host(
@@ -134,7 +138,8 @@ def accept_on_device(
         target_predict=predicted.reshape(bs, width),
         topk=verify_input.tree_topk,
     )
-    return Accepted(predict, accept_index, correct + 1)
+    said = predicted.reshape(bs, width).to(torch.int32)
+    return Accepted(predict, accept_index, correct + 1, torch.cat([said, accept_index], dim=1))
 
 
 def prefer_greedily(
@@ -152,9 +157,11 @@ def prefer_greedily(
     at = biased.places
     if nodes is not None:
         at = torch.from_numpy(np.searchsorted(nodes, at.numpy()))
-    # Where the target agrees there is nothing to decide.
-    differs = torch.nonzero(chosen[at] != biased.expected)[:, 0]
-    at, biased = at[differs], biased.at(differs)
+    if logits.device.type == "cpu":
+        # Where the target agrees there is nothing to decide; a GPU would have to wait to leave it
+        # out, and decides the same.
+        differs = torch.nonzero(chosen[at] != biased.expected)[:, 0]
+        at, biased = at[differs], biased.at(differs)
     probs = torch.softmax(logits[at].float(), dim=-1)
     greedy = torch.ones(len(at), dtype=torch.bool, device=logits.device)
     chosen[at] = prefer(chosen[at], probs, biased, greedy, biased.betas)

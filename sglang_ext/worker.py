@@ -8,7 +8,8 @@ and plain decode steps where drafts do not pay.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -44,13 +45,16 @@ from sglang.srt.utils import broadcast_pyobj
 
 from sglang_ext import penalties
 from sglang_ext.api import control
-from sglang_ext.bias import BiasedRows, prefer_next_tokens
+from sglang_ext.bias import BiasedRows, Expected, prefer_next_tokens
 from sglang_ext.bigrams import bigrams_of
 from sglang_ext.budget import knee
 from sglang_ext.cost_model import CostModel
 from sglang_ext.costs import costs_of, kv_read_s
+from sglang_ext.cuda.clock import StepClock
+from sglang_ext.cuda.staging import full_mask, mask_starts, to_device
+from sglang_ext.cuda.widths import default_widths
 from sglang_ext.disaggregation.arrivals import tell_of_arrivals
-from sglang_ext.drafters import Bias, DrafterContext
+from sglang_ext.drafters import DrafterContext
 from sglang_ext.drafters.corpora import Corpora, documents_of
 from sglang_ext.drafting import DraftPlanner
 from sglang_ext.encoder_decoder import decoder_starts, keep_encoder_outputs
@@ -65,6 +69,7 @@ from sglang_ext.ragged import (
 )
 from sglang_ext.relay import LastStep, StepResult
 from sglang_ext.requests import RunningRequest
+from sglang_ext.step_plan import LaunchedTrees, Step, StepPlan, share, share_flag
 from sglang_ext.tokenizers import fingerprint
 from sglang_ext.tree import PackedTrees, TokenTree, pack
 from sglang_ext.verify import Accepted, accept_on_device, accept_on_host
@@ -93,13 +98,13 @@ class SpeculativeWorker(BaseSpecWorker):
         self.vocab_size: int = self.model_runner.model_config.vocab_size
         self.on_host = runs_on_host(self.device)
         self._role: str = get_disagg().disaggregation_mode  # null, prefill or decode
-
-        if self.model_runner.model_config.is_encoder_decoder and not self.on_host:
-            raise ValueError(
-                "speculation over encoder-decoder models (Whisper) runs with --device cpu only so "
-                "far: FlashInfer's verify masks leave no room for the encoder's tokens"
-            )
+        # The other ranks get rank 0's plans: timing must not tell ranks apart.
+        self._plans = get_parallel().tp_rank == 0
         self._last = LastStep()
+        self._to_learn: LaunchedTrees | None = None
+        self._clock: StepClock | None = None if self.on_host else StepClock(self.device)
+        # Of the captured widths; made with the graphs, where there is a device.
+        self._graphs: Any = None
         # Made in alloc_memory_pool(), once SGLang knows how many requests may run.
         self.planner: DraftPlanner
         self._host_prefill: HostPrefill | None = None
@@ -124,17 +129,17 @@ class SpeculativeWorker(BaseSpecWorker):
             model_path=self.model_runner.model_config.model_path,
         )
         costs = costs_of(self.model_runner, get_parallel().tp_size)
-        # The other ranks get rank 0's trees: timing must not tell ranks apart. What a prefill
-        # server reads is drafted for where it is decoded.
-        active = get_parallel().tp_rank == 0 and self._role != "prefill"
+        # What a prefill server reads is drafted for where it is decoded.
+        active = self._plans and self._role != "prefill"
         self.planner = DraftPlanner(
             context,
             self.speculative_num_draft_tokens,
             4 * self.model_runner.max_running_requests,
-            CostModel(costs, kv_read_s(self.model_runner, costs)) if self.on_host else None,
+            CostModel(costs, kv_read_s(self.model_runner, costs)),
             active=active,
             knee=knee(costs) if costs else None,
             metrics=self._metrics() if active and get_observability().enable_metrics else None,
+            widths=None if self.on_host else default_widths(self.speculative_num_draft_tokens),
         )
         self._corpora = Corpora(self.planner.drafters.values())
         if self.on_host:
@@ -176,11 +181,13 @@ class SpeculativeWorker(BaseSpecWorker):
     def clear_cache_pool(self) -> None:
         """/flush_cache: forget running requests; what was learned from finished ones stays."""
         self.planner.requests.clear()
+        self._last, self._to_learn = LastStep(), None
         if self._host_prefill is not None:
             self._host_prefill.clear()
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """A request ended; its drafter gets the whole output."""
+        self._learn(wait=False)
         self.planner.finish(rid)
         if self._host_prefill is not None:
             self._host_prefill.forget(rid)
@@ -223,7 +230,12 @@ class SpeculativeWorker(BaseSpecWorker):
             record_stream_for_v2_verify(batch, None, stream)
         if not batch.forward_mode.is_decode():
             return self._prefill(batch, on_publish, pp_proxy_tensors)
+        look = self.planner.looks()
+        if self._goes_blind(batch, look):
+            return self._decode_blindly(batch, on_publish)
+        self._learn()
         running = self.planner.requests.update(batch.reqs, self._pending_tokens(batch))
+        known_at = time.perf_counter()
         if self._role == "decode":
             self.planner.note_handed_over(running)
         head = self._take_known(batch, running)
@@ -233,15 +245,12 @@ class SpeculativeWorker(BaseSpecWorker):
                 on_publish(batch.seq_lens)
             logits = LogitsProcessorOutput(next_token_logits=None)
             return self._result(logits, False, head.tokens, head.lens, batch.seq_lens)
-        roots = [r.draft.output[-1] for r in running]
-        trees, width, biases = self._draft(batch, running, head)
-        if width == 1 and (self.on_host or self._must_decode_plainly(batch)):
-            return self._plain_decode(batch, running, roots, biases, head, on_publish)
-        packed = pack(roots, trees, width)
-        biased = BiasedRows.of_trees(biases, trees, packed, self.device) if any(biases) else None
-        return self._verify(batch, running, packed, trees, biased, head, on_publish)
+        trees, plan = self._plan(batch, running, head, look)
+        step = Step(batch, running, trees, plan, head, on_publish, known_at)
+        return self._plain_decode(step) if plan.width == 1 else self._verify(step)
 
     def _prefill(self, batch, on_publish, pp_proxy_tensors) -> StepResult:
+        self._learn(wait=False)  # of what is in the outputs already
         self.planner.prefill(batch.reqs)
         biases = self._from_rank_0(self.planner.biases_in_prefill(batch.reqs))
         if self._host_prefill is not None:
@@ -251,7 +260,7 @@ class SpeculativeWorker(BaseSpecWorker):
             result = self._target_worker.forward_batch_generation(
                 batch, pp_proxy_tensors=pp_proxy_tensors
             )
-            prefer_next_tokens(result, batch, biases)
+            prefer_next_tokens(result, batch, Expected.of_next_tokens(biases))
         new_seq_lens = batch.seq_lens.clone()
         if on_publish is not None:
             on_publish(new_seq_lens)
@@ -285,21 +294,31 @@ class SpeculativeWorker(BaseSpecWorker):
         batch.seq_lens_sum = None
         return head
 
-    def _draft(
-        self, batch: ScheduleBatch, running: Sequence[RunningRequest], head: KnownHead | None
-    ) -> tuple[list[TokenTree], int, list[Bias | None]]:
-        plain = [TokenTree.empty()] * len(running), 1
-        trees, width = (
-            plain
-            if self._must_decode_plainly(batch)
-            else self.planner.plan(
-                running,
-                padded=not self._ragged,
-                committed=None if head is None else head.lens.tolist(),
-            )
-        )
-        trees, width, biases = self._from_rank_0([trees, width, self.planner.biases(running)])
-        return trees, width, biases
+    def _plan(
+        self,
+        batch: ScheduleBatch,
+        running: Sequence[RunningRequest],
+        head: KnownHead | None,
+        look: bool,
+    ) -> tuple[list[TokenTree], StepPlan]:
+        """The trees that were drafted here, and what is run of them on every rank."""
+        trees, plan = [TokenTree.empty()] * len(running), None
+        if self._plans:
+            width = 1
+            if not self._must_decode_plainly(batch):
+                trees, width = self.planner.plan(
+                    running,
+                    look,
+                    padded=not self._ragged,
+                    committed=None if head is None else head.lens.tolist(),
+                )
+            packed = pack([r.draft.output[-1] for r in running], trees, width)
+            expected = Expected.of_trees(self.planner.biases(running), trees, packed)
+            plan = StepPlan(packed, expected)
+        if get_parallel().tp_size > 1:
+            plan = share(plan, len(running), self.model_runner.tp_group)
+        assert plan is not None
+        return trees, plan
 
     def _from_rank_0(self, values: list[Any]) -> list[Any]:
         """Rank 0's values on every rank: only it has drafters."""
@@ -321,37 +340,71 @@ class SpeculativeWorker(BaseSpecWorker):
 
     # A plain step
 
-    def _plain_decode(
+    def _goes_blind(self, batch: ScheduleBatch, look: bool) -> bool:
+        """Whether this step needs nothing from the host, so that it can be launched at once.
+
+        Its roots are on the device, in the relay: SGLang's plain decoding under overlap.
+        """
+        if self.on_host or not self.enable_overlap or batch.has_grammar:
+            return False
+        blind = self._plans and not self.planner.needs_host(batch.reqs, look)
+        if get_parallel().tp_size > 1:
+            blind = share_flag(blind, self.model_runner.tp_group)
+        return blind
+
+    def _decode_blindly(self, batch: ScheduleBatch, on_publish) -> StepResult:
+        assert self._clock is not None
+        self._clock.collect()
+        relayed = batch.spec_info.accept_tokens.view(len(batch.reqs), -1)
+        last = (batch.spec_info.accept_lens - 1).clamp(min=0).long()
+        roots = relayed.gather(1, last[:, None])[:, 0].long()
+        return self._decode(batch, roots, float(batch.seq_lens_cpu.sum()), on_publish)
+
+    def _plain_decode(self, step: "Step") -> StepResult:
+        batch = step.batch
+        [roots] = self._to_device([step.plan.packed.tokens[:, 0]])
+        self._set_exact_penalties(batch, step.running)
+        self.planner.note_look(time.perf_counter() - step.known_at)
+        read = self.planner.reads(step.running)
+        return self._decode(batch, roots, read, step.on_publish, step.plan.expected, step.head)
+
+    def _decode(
         self,
         batch: ScheduleBatch,
-        running: Sequence[RunningRequest],
-        roots: Sequence[int],
-        biases: Sequence[Bias | None],
-        head: KnownHead | None,
+        roots: torch.Tensor,
+        read: float,
         on_publish,
+        expected: Expected | None = None,
+        head: KnownHead | None = None,
     ) -> StepResult:
-        """One token a request through SGLang's own decode and sampler."""
+        """One token a request through SGLang's own decode and sampler.
+
+        Args:
+            roots: int64[bs], each request's last token.
+            read: KV entries that attention reads.
+        """
         start = time.perf_counter()
         slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices, decoder_starts(batch)]
         keep_encoder_outputs(batch)
         new_seq_lens = batch.seq_lens + 1
-        batch.input_ids = torch.tensor(roots, dtype=torch.int64, device=self.device)
+        if on_publish is not None:
+            # Known before the pass is run: the next step need not wait for it.
+            on_publish(new_seq_lens)
+        batch.input_ids = roots
         batch.out_cache_loc = slots.to(torch.int64)
         batch.seq_lens = new_seq_lens
         batch.seq_lens_cpu = batch.seq_lens_cpu + 1
         batch.orig_seq_lens = batch.orig_seq_lens + 1
         batch.seq_lens_sum = None
         batch.spec_info = None
-        self._set_exact_penalties(batch, running)
-        result = self._target_worker.forward_batch_generation(batch)
-        prefer_next_tokens(result, batch, biases)
-        self.planner.note_step(running, len(running), time.perf_counter() - start)
-        if on_publish is not None:
-            on_publish(new_seq_lens)
+        bs = len(batch.reqs)
+        with self._timed(self._padded(bs), read, start), self._at_width(1):
+            result = self._target_worker.forward_batch_generation(batch)
+            prefer_next_tokens(result, batch, expected)
         logits = result.logits_output
         if batch.return_logprob:
             logits.next_token_logprobs = logits.next_token_logprobs.view(-1, 1)
-        lens = torch.ones(len(running), dtype=torch.int32, device=self.device)
+        lens = torch.ones(bs, dtype=torch.int32, device=self.device)
         tokens = result.next_token_ids.view(-1, 1)
         return self._result(logits, result.can_run_cuda_graph, tokens, lens, new_seq_lens, head)
 
@@ -363,111 +416,163 @@ class SpeculativeWorker(BaseSpecWorker):
             batch.sampling_info.acc_additive_penalties = additive
             batch.sampling_info.acc_scaling_penalties = scaling
 
+    # Of every step
+
+    def _padded(self, bs: int) -> int:
+        """Requests that a pass over `bs` runs."""
+        return bs if self._graphs is None else self._graphs.padded_batch(bs)
+
+    def _at_width(self, width: int) -> AbstractContextManager[Any]:
+        """The graph and the attention backend of a width."""
+        return nullcontext() if self._graphs is None else self._graphs.use(width)
+
+    @contextmanager
+    def _timed(
+        self, tokens: int, read: float, since: float, verify: bool = False
+    ) -> Iterator[None]:
+        """Tell the planner what a step over `tokens` tokens took; on a device, once it has run.
+
+        Args:
+            since: when it began on the host (time.perf_counter); a device begins now.
+        """
+
+        def note(seconds: float) -> None:
+            self.planner.note_step(tokens, seconds, read, verify)
+
+        if self._clock is None:
+            yield
+            note(time.perf_counter() - since)
+        else:
+            self._clock.begin()
+            yield
+            self._clock.end(note)
+
+    def _learn(self, wait: bool = True) -> None:
+        """Tell drafters what the last verify step on a device has shown, once it has ended.
+
+        Args:
+            wait: for its end; else it is left for later where it has not ended.
+        """
+        if self._clock is None:
+            return  # on the host they learn at once
+        launched = self._to_learn
+        if launched is not None and (wait or launched.result.copy_done.query()):
+            self._to_learn = None
+            launched.result.wait()
+            assert launched.result.learned is not None
+            said, index = np.hsplit(launched.result.learned.numpy(), 2)
+            predicted = said if launched.greedy else None
+            self.planner.observe(
+                launched.running, launched.trees, launched.packed, index, predicted
+            )
+        self._clock.collect()
+
     # A verify step
 
-    def _verify(
-        self,
-        batch: ScheduleBatch,
-        running: Sequence[RunningRequest],
-        packed: PackedTrees,
-        trees: Sequence[TokenTree],
-        biased: BiasedRows | None,
-        head: KnownHead | None,
-        on_publish,
-    ) -> StepResult:
+    def _verify(self, step: "Step") -> StepResult:
+        batch, packed = step.batch, step.plan.packed
+        width = packed.width
         start = time.perf_counter()
-        verify_input, positions = self._prepare_verify(batch, packed)
+        read = self.planner.reads(step.running, step.trees, width)
+        verify_input, biased = self._prepare_verify(batch, step.plan)
+        positions = verify_input.positions
         slots = batch.out_cache_loc
         nodes = packed.nodes() if self._ragged else None
         if nodes is not None:
             leave_padding_out(batch, verify_input, nodes)
-        forwarded = len(batch.input_ids)
-        result = self._target_worker.forward_batch_generation(batch, is_verify=True)
-        batch.out_cache_loc = slots
-        logits_output = result.logits_output
-        if nodes is not None and needs_every_row(batch):
-            put_padding_back(logits_output, packed, nodes)
-            nodes = None
-        logits = logits_output.next_token_logits
-        self._adjust_logits(logits, batch, running, packed)
-        accepted = self._accept(logits, batch, packed, verify_input, positions, nodes, biased)
-        self._commit(batch, accepted, packed.width)
-        if batch.return_logprob:
-            compute_spec_logprobs(
-                batch, logits_output, accepted.predict, accept_index=accepted.accept_index
-            )
-        new_seq_lens = batch.seq_lens + accepted.accept_lens
-        if on_publish is not None:
-            on_publish(new_seq_lens)
-        if self.on_host:
-            # A sampled node is one on an accepted path; greedily, every node has its token.
+        forwarded = len(batch.input_ids) if self.on_host else self._padded(len(batch.reqs)) * width
+        self.planner.note_look(time.perf_counter() - step.known_at)
+        with self._timed(forwarded, read, start, verify=True):
+            with self._at_width(width):
+                result = self._target_worker.forward_batch_generation(batch, is_verify=True)
+            batch.out_cache_loc = slots
+            logits_output = result.logits_output
+            if nodes is not None and needs_every_row(batch):
+                put_padding_back(logits_output, packed, nodes)
+                nodes = None
+            logits = logits_output.next_token_logits
+            self._adjust_logits(logits, batch, step.running, packed)
+            accepted = self._accept(logits, batch, packed, verify_input, positions, nodes, biased)
+            self._commit(batch, accepted, width)
+            if batch.return_logprob:
+                compute_spec_logprobs(
+                    batch, logits_output, accepted.predict, accept_index=accepted.accept_index
+                )
+            new_seq_lens = batch.seq_lens + accepted.accept_lens
+            if step.on_publish is not None:
+                step.on_publish(new_seq_lens)
             greedy = batch.sampling_info.is_all_greedy
-            predicted = accepted.predict.numpy().reshape(packed.tokens.shape) if greedy else None
-            index = accepted.accept_index.numpy()
-            self.planner.observe(running, trees, packed, index, predicted)
-            self.planner.note_step(running, forwarded, time.perf_counter() - start, trees)
-        tokens = accepted.predict[accepted.accept_index.long()]
-        return self._result(
+            if self.on_host:
+                # A sampled node is one on an accepted path; greedily, every node has its token.
+                said = accepted.predict.numpy().reshape(packed.tokens.shape) if greedy else None
+                index = accepted.accept_index.numpy()
+                self.planner.observe(step.running, step.trees, packed, index, said)
+        made = self._result(
             logits_output,
             result.can_run_cuda_graph,
-            tokens,
+            accepted.predict[accepted.accept_index.long()],
             accepted.accept_lens,
             new_seq_lens,
-            head,
+            step.head,
         )
+        if not self.on_host and self._plans:
+            made.learned = accepted.learned
+            self._to_learn = LaunchedTrees(step.running, step.trees, packed, greedy, made)
+        return made
 
     def _prepare_verify(
-        self, batch: ScheduleBatch, packed: PackedTrees
-    ) -> tuple[NgramVerifyInput, torch.Tensor]:
-        """Make `batch` a verify batch; returns its input and int64[bs * width] positions."""
+        self, batch: ScheduleBatch, plan: StepPlan
+    ) -> tuple[NgramVerifyInput, BiasedRows | None]:
+        """Make `batch` a verify batch; returns its input and the nodes that are biased."""
+        packed = plan.packed
         bs, width = packed.tokens.shape
-        tokens = self._to_device(packed.tokens.reshape(-1))
-        depths = self._to_device(packed.depths)
-        mask = self._to_device(packed.mask)
-        positions = (batch.seq_lens.unsqueeze(1) + depths).flatten()
+        lens = batch.seq_lens_cpu.numpy()
+        mask_at = mask_starts(lens, width)
+        bias = plan.expected.arrays() if plan.expected is not None else []
+        tokens, positions, first, next_one, mask, starts, *rows = self._to_device(
+            [
+                packed.tokens.reshape(-1),
+                (lens[:, None] + packed.depths).reshape(-1),
+                packed.next_token,
+                packed.next_sibling,
+                packed.mask,
+                mask_at,
+                *bias,
+            ]
+        )
+        total = width * (int(lens.sum()) + bs * width)
         verify_input = NgramVerifyInput(
             draft_token=tokens,
-            custom_mask=mask.flatten() if self.on_host else self._full_mask(batch, mask),
+            custom_mask=(
+                mask.flatten() if self.on_host else full_mask(mask, batch.seq_lens, starts, total)
+            ),
             positions=positions,
             retrieve_index=torch.arange(bs * width, device=self.device).view(bs, width),
-            retrieve_next_token=self._to_device(packed.next_token),
-            retrieve_next_sibling=self._to_device(packed.next_sibling),
+            retrieve_next_token=first,
+            retrieve_next_sibling=next_one,
             draft_token_num=width,
         )
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = tokens
-        starts = decoder_starts(batch)
+        begin = decoder_starts(batch)
         keep_encoder_outputs(batch)
         batch.out_cache_loc = assign_extend_cache_locs_func(
             req_pool_indices=batch.req_pool_indices,
             req_to_token=self.req_to_token_pool.req_to_token,
-            start_offset=starts,
-            end_offset=starts + width,
+            start_offset=begin,
+            end_offset=begin + width,
             batch_size=bs,
             draft_token_num=width,
             device=self.device,
         )
         prepare_mamba_track_for_verify(batch)
         batch.spec_info = verify_input
-        return verify_input, positions
+        return verify_input, BiasedRows(*rows) if rows and len(rows[0]) else None
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self.on_host else tensor.to(self.device, non_blocking=True)
-
-    @staticmethod
-    def _full_mask(batch: ScheduleBatch, mask: torch.Tensor) -> torch.Tensor:
-        """FlashInfer's mask: for each request, width rows of (prefix, all seen) + (tree)."""
-        bs, width, _ = mask.shape
-        lens = batch.seq_lens_cpu.tolist()
-        size = width * (sum(lens) + bs * width)
-        full = torch.ones(size, dtype=torch.bool, device=mask.device)
-        start = 0
-        for row, length in enumerate(lens):
-            size = width * (length + width)
-            full[start : start + size].view(width, length + width)[:, length:] = mask[row]
-            start += size
-        return full
+    def _to_device(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        if self.on_host:
+            return [torch.from_numpy(array) for array in arrays]
+        return to_device(arrays, self.device)
 
     def _adjust_logits(
         self,

@@ -34,7 +34,7 @@ def first_draft_input(
         draft_token_num=stride,
         new_seq_lens=batch.seq_lens,
         accept_tokens=relay.flatten(),
-        # How many of them are not in output_ids yet: none, but behind a prefill of its own.
+        # None was accepted here. A step that takes its roots from the relay reads the first one.
         accept_lens=torch.zeros(count, dtype=torch.int32, device=batch.device),
     )
     if batch.enable_overlap:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.bias import BiasedRows, coins_of, prefer, prefer_next_tokens
+from sglang_ext.bias import BiasedRows, Expected, coins_of, prefer, prefer_next_tokens
 from sglang_ext.drafters import Bias
 from sglang_ext.tree import TokenTree, pack
 from sglang_ext.verify import accept_on_host
@@ -20,7 +20,7 @@ def logits_of(*rows: list[float]) -> torch.Tensor:
 
 def rows_of(expected: list[int], beta: float) -> BiasedRows:
     biases = [Bias([token], beta) if token >= 0 else None for token in expected]
-    rows = BiasedRows.of_next_tokens(biases)
+    rows = BiasedRows.of(Expected.of_next_tokens(biases))
     assert rows is not None
     return rows
 
@@ -85,7 +85,7 @@ def test_every_node_on_the_expected_path_is_biased_the_last_one_too():
 
 def accept(logits, trees, biases, **sampling):
     packed = pack([0] * len(trees), trees, 1 + max(map(len, trees)))
-    biased = BiasedRows.of_trees(biases, trees, packed)
+    biased = BiasedRows.of(Expected.of_trees(biases, trees, packed))
     info = Sampling(temperatures=torch.ones(len(trees), 1), **sampling)
     positions = torch.arange(packed.tokens.size)
     nodes = sampling.get("is_all_greedy") and packed.nodes()
@@ -116,7 +116,7 @@ def test_bias_of_zero_and_no_bias_are_the_exact_rule():
     trees = [TokenTree.chain([1, 2, 3]), TokenTree.chain([3, 3])]
     exact = accept(logits, trees, [None, None], is_all_greedy=True)
     packed = pack([0, 0], trees, 4)
-    assert BiasedRows.of_trees([None, None], trees, packed) is None
+    assert Expected.of_trees([None, None], trees, packed) is None
     assert exact.predict[packed.nodes()].tolist() == logits.argmax(-1)[packed.nodes()].tolist()
 
 
@@ -155,7 +155,7 @@ def next_tokens(logits, greedy: bool, biases, logprob=False):
         next_token_logprobs=torch.full((len(logits),), -9.0),
     )
     result = SimpleNamespace(logits_output=output, next_token_ids=logits.argmax(-1))
-    prefer_next_tokens(result, batch, biases)
+    prefer_next_tokens(result, batch, Expected.of_next_tokens(biases))
     return result
 
 
@@ -180,5 +180,6 @@ def test_biases_that_are_none_are_refused(tokens, beta):
 def test_requests_that_write_nothing_have_nothing_to_bias():
     output = SimpleNamespace(next_token_logits=None)
     result = SimpleNamespace(logits_output=output, next_token_ids=torch.zeros(1))
-    prefer_next_tokens(result, SimpleNamespace(is_prefill_only=True), [Bias([1], 0.2)])
+    expected = Expected.of_next_tokens([Bias([1], 0.2)])
+    prefer_next_tokens(result, SimpleNamespace(is_prefill_only=True), expected)
     assert result.next_token_ids.tolist() == [0]

@@ -49,7 +49,12 @@ def request(rid: str, output: list[int], max_new_tokens: int = 100, **params: An
         output_ids_through_stop=list(output),
         finished_reason=None,
         sampling_params=SimpleNamespace(
-            max_new_tokens=max_new_tokens, min_new_tokens=0, custom_params=params
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=0,
+            frequency_penalty=0.0,
+            presence_penalty=0.0,
+            repetition_penalty=1.0,
+            custom_params=params,
         ),
     )
 
@@ -229,8 +234,8 @@ def test_drafting_that_never_pays_takes_little_of_the_time(budget, calls, monkey
     plan = planner(monkeypatch, budget=budget, a=drafter)
     running = plan.requests.update([request("x", [1])], None)
     for _ in range(100):
-        plan.plan(running)
-        plan.note_step(running, 1, 0.02)
+        plan.plan(running, plan.looks())
+        plan.note_step(1, 0.02, plan.reads(running))
     proposed = sum(call == ("propose",) for call in drafter.calls)
     assert proposed == pytest.approx(calls, abs=1)
 
@@ -253,16 +258,75 @@ def test_metrics_tell_what_was_proposed_and_accepted(monkeypatch):
     assert reported == [tree] and accepted[0].tolist() == [True, False, False]
 
 
-def test_on_a_device_the_metrics_come_with_the_next_step(monkeypatch):
-    plan = planner(monkeypatch, a=Recorder(TokenTree.chain([5, 6, 7])))
-    plan.cost = None
+def test_a_step_that_ends_after_its_request_has_left_teaches_nothing(monkeypatch):
+    drafter = Verified(TokenTree.chain([5, 6]))
+    plan = planner(monkeypatch, a=drafter)
     plan.metrics = Mock()
     plan.metrics.gauges_due.return_value = False
-    req = request("r", [1])
-    plan.plan(plan.requests.update([req], None))
-    plan.metrics.note_verified.assert_not_called()
-    plan.plan(plan.requests.update([req], [[5, 6, 9]]))
-    assert plan.metrics.note_verified.call_args.args[1][0].tolist() == [True, True, False]
+    reqs = [request("gone", [1]), request("here", [2])]
+    running = plan.requests.update(reqs, None)
+    trees, width = plan.plan(running)
+    packed = pack([1, 2], trees, width)
+    plan.requests.finish("gone")
+    said = np.array([[5, 6, 7], [5, 6, 7]], dtype=np.int32)
+    plan.observe(running, trees, packed, np.array([[0, 1, 2], [3, 4, 5]], dtype=np.int32), said)
+    assert [call for call in drafter.calls if call[0] == "verified"] == [
+        ("verified", "here", [5, 6], [5, 6, 7])
+    ]
+    assert len(plan.metrics.note_verified.call_args.args[0]) == 1
+
+
+@pytest.mark.parametrize(("nodes", "width"), [(0, 1), (1, 2), (2, 4), (3, 4), (5, 8), (7, 8)])
+def test_a_device_step_has_the_least_captured_width_that_holds_its_trees(
+    nodes, width, monkeypatch
+):
+    plan = planner(monkeypatch, a=Recorder(TokenTree.chain(range(1, nodes + 1))))
+    plan.use_widths((1, 2, 4, 8), lambda bs: bs)
+    running = plan.requests.update([request("x", [1])], None)
+    trees, chosen = plan.plan(running)
+    assert (len(trees[0]), chosen) == (nodes, width)
+
+
+def test_on_a_device_a_look_takes_until_its_step_is_launched(monkeypatch):
+    plan = planner(monkeypatch, budget="auto", a=Recorder(TokenTree.chain([5])))
+    plan.use_widths((1, 2, 4, 8), lambda bs: bs)
+    running = plan.requests.update([request("x", [1])], None)
+    plan.plan(running, plan.looks())
+    assert plan._ration is not None and plan._ration.drafting_s == 0.0
+    plan.note_look(0.25)
+    assert plan._ration.drafting_s == 0.25
+    plan.note_look(9.0)  # a step that did not look
+    assert plan._ration.drafting_s == 0.25
+
+
+@pytest.mark.parametrize(
+    ("settings", "look", "needed"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"drafter": "none"}, True, False),
+        ({"draft_length": 0}, True, False),
+        ({"budget": "fixed"}, False, True),
+    ],
+)
+def test_a_step_needs_the_host_only_to_draft(settings, look, needed, monkeypatch):
+    plan = planner(monkeypatch, a=Recorder(TokenTree.chain([5])))
+    req = request("x", [1], **settings)
+    assert plan.needs_host([req], look)  # its first step: it is not known yet
+    plan.requests.update([req], None)
+    assert plan.needs_host([req], look) == needed
+
+
+def test_penalties_and_biases_need_the_host(monkeypatch):
+    class Biasing(Recorder):
+        def bias(self, request):
+            return None
+
+    plan = planner(monkeypatch, a=Recorder(TokenTree.empty()), b=Biasing(TokenTree.empty()))
+    reqs = [request("plain", [1]), request("penal", [1]), request("biased", [1], drafter="b")]
+    reqs[1].sampling_params.repetition_penalty = 1.2
+    plan.requests.update(reqs, None)
+    assert [plan.needs_host([req], look=False) for req in reqs] == [False, True, True]
 
 
 def test_requests_that_vanish_are_forgotten(monkeypatch):

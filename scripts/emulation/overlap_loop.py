@@ -1,0 +1,513 @@
+"""SGLang's overlap loop around our real worker, with a target and a pool that are made up.
+
+What is real: SpeculativeWorker's step (who looks, who decodes blindly, packing, staging, the walk
+of the trees, the result), the planner and its requests, and SGLang's FutureMap with its relay. What
+is emulated: the scheduler, in the order of event_loop_overlap (managers/scheduler.py, SGLang
+0.5.23: launch step t, then process step t - 1), and the target, which answers each request with a
+text that is fixed beforehand and sees whether it was asked about the right token. Results reach the
+host late: until somebody waits for a step, its tensors hold -1.
+
+Schedules are random: requests join and finish, prefills follow each other, prompts come in chunks,
+requests are retracted and come back, are aborted, or come from another server with their KV.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
+
+from sglang_ext import drafting, worker
+from sglang_ext.cost_model import CostModel
+from sglang_ext.cuda.widths import default_widths
+from sglang_ext.disaggregation.handoff import first_draft_input
+from sglang_ext.drafters import DrafterContext
+from sglang_ext.drafting import DraftPlanner
+from sglang_ext.options import Options
+from sglang_ext.relay import LastStep
+from sglang_ext.tree import TokenTree
+
+VOCAB, WIDTH, ROWS, SLOTS, LONGEST = 50, 8, 10, 160, 40
+POISON = -1
+
+
+@dataclass(eq=False)
+class FakeReq:
+    """What the worker reads of SGLang's Req, and the text that the target will write."""
+
+    rid: str
+    prompt: list[int]
+    truth: list[int]
+    max_new_tokens: int
+    encoder: int = 0
+    grammar: bool = False
+    drafter: str | None = None
+    output_ids: list[int] = field(default_factory=list)
+    row: int = 0
+    read: int = 0
+    """Tokens of the prompt (and the output, after a retraction) whose KV is there."""
+    is_retracted: bool = False
+    finished_reason: Any = None
+    to_abort: bool = False
+    multimodal_inputs: Any = None
+
+    def __post_init__(self) -> None:
+        self.origin_input_ids = [0] * self.encoder + self.prompt
+        self.origin_input_ids_unpadded = self.prompt
+        params = {} if self.drafter is None else {"drafter": self.drafter}
+        self.sampling_params = SimpleNamespace(
+            custom_params=params,
+            max_new_tokens=self.max_new_tokens,
+            min_new_tokens=0,
+            frequency_penalty=0.0,
+            presence_penalty=0.0,
+            repetition_penalty=1.0,
+        )
+
+    @property
+    def output_ids_through_stop(self) -> list[int]:
+        """The output as far as it counts."""
+        return self.output_ids[: self.max_new_tokens]
+
+
+class LateCopy:
+    """SGLang's copy_done: the host has a step's tensors once it has waited for it."""
+
+    NAMES = ("next_token_ids", "accept_lens", "learned")
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+        self._there = {name: getattr(result, name) for name in self.NAMES}
+        for name, tensor in self._there.items():
+            if tensor is not None:
+                setattr(result, name, torch.full_like(tensor, POISON))
+        self.came = False
+
+    def synchronize(self) -> None:
+        """Wait."""
+        for name, tensor in self._there.items():
+            setattr(self._result, name, tensor)
+        self.came = True
+
+    def query(self) -> bool:
+        """Whether it has come."""
+        return self.came
+
+
+class NoClock:
+    """In place of events on a stream."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def end(self, note: Callable[[float], None]) -> None:
+        """It has ended."""
+        note(0.01)
+
+    def collect(self) -> None:
+        """Nothing is waited for."""
+
+
+class KnowingDrafter:
+    """Knows the texts: drafts them with mistakes, and looks whether it is told the truth.
+
+    Args:
+        texts: of each request, by id.
+        wrong: where what is wrong is counted.
+    """
+
+    def __init__(self, texts: dict[str, list[int]], chance: random.Random, wrong: Counter[str]):
+        self._texts, self._chance, self._wrong = texts, chance, wrong
+
+    def start(self, request: Any) -> None:
+        """Its output must be the text's beginning."""
+        self._check(request)
+
+    def observe(self, request: Any, tokens: Iterable[int]) -> None:
+        """The same."""
+        self._check(request)
+
+    def finish(self, request: Any, completed: bool) -> None:
+        """The same."""
+        self._check(request)
+
+    def verified(self, request: Any, tree: TokenTree, predicted: list[int]) -> None:
+        """Must come before what was committed since, and be the target's own tokens."""
+        text, n = self._texts[request.rid], len(request.output)
+        self._wrong["learned"] += predicted[0] != text[n]
+        depths = tree.depths()
+        self._wrong["learned"] += any(
+            said != text[n + depth] for said, depth in zip(predicted[1:], depths, strict=True)
+        )
+
+    def propose(self, requests: list[Any], max_nodes: int) -> list[TokenTree]:
+        """A chain of the text that goes wrong somewhere, with a wrong branch beside it."""
+        return [self._tree(r, max_nodes) for r in requests]
+
+    def _tree(self, request: Any, max_nodes: int) -> TokenTree:
+        self._check(request)
+        text, n = self._texts[request.rid], len(request.output)
+        tokens = [
+            t if self._chance.random() < 0.8 else (t + 1) % VOCAB
+            for t in text[n : n + self._chance.randint(0, max_nodes)]
+        ]
+        parents = [
+            i - 1 if self._chance.random() < 0.9 else self._chance.randint(-1, i - 1)
+            for i in range(len(tokens))
+        ]
+        probs = np.full(len(tokens), 0.9, dtype=np.float32)
+        return TokenTree(np.array(tokens, dtype=np.int64), np.array(parents, dtype=np.int32), probs)
+
+    def _check(self, request: Any) -> None:
+        text = self._texts[request.rid]
+        self._wrong["outputs"] += request.output != text[: len(request.output)]
+
+
+class Target:
+    """Answers as each request's text goes on, and counts the roots that are not of the text."""
+
+    def __init__(self, loop: "OverlapLoop") -> None:
+        self._loop = loop
+
+    def forward_batch_generation(self, batch: Any, is_verify: bool = False, **_: Any) -> Any:
+        """A forward pass over the batch."""
+        answers = self._verified(batch) if is_verify else self._next(batch)
+        result = SimpleNamespace(
+            logits_output=LogitsProcessorOutput(next_token_logits=None),
+            next_token_ids=answers,
+            can_run_cuda_graph=False,
+        )
+        if is_verify:
+            logits = torch.zeros(len(answers), VOCAB)
+            logits[torch.arange(len(answers)), answers] = 1.0
+            result.logits_output.next_token_logits = logits
+        return result
+
+    def _next(self, batch: Any) -> torch.Tensor:
+        said = []
+
+        for i, req in enumerate(batch.reqs):
+            if batch.forward_mode == ForwardMode.EXTEND:
+                said.append(req.truth[len(req.output_ids)])
+                continue
+            at = int(batch.seq_lens[i]) - 1 - len(req.prompt)
+            self._check(req, int(batch.input_ids[i]), at)
+            said.append(req.truth[at + 1])
+        return torch.tensor(said)
+
+    def _verified(self, batch: Any) -> torch.Tensor:
+        width = batch.spec_info.draft_token_num
+        positions = batch.spec_info.positions.view(-1, width)
+        said = []
+        for i, req in enumerate(batch.reqs):
+            at = positions[i] - len(req.prompt)
+            self._check(req, int(batch.input_ids[i * width]), int(at[0]))
+            said += [req.truth[int(n) + 1] for n in at]
+        return torch.tensor(said)
+
+    def _check(self, req: FakeReq, root: int, at: int) -> None:
+        self._loop.wrong["roots"] += root != req.truth[at]
+        self._loop.wrong["lengths"] += at >= 0 and at < self._loop.committed[req.rid] - 1
+
+
+class OverlapLoop:
+    """One server with a random schedule.
+
+    Args:
+        seed: of the schedule.
+        lacking: a rule in place of LastStep.lacking, to show that a wrong one is found.
+    """
+
+    def __init__(
+        self, seed: int, lacking: Callable[[LastStep, Any], list[list[int]]] | None = None
+    ) -> None:
+        self.chance = random.Random(seed)
+        self.wrong: Counter[str] = Counter()
+        self.committed: Counter[str] = Counter()
+        self.checked = self.blind = self.requests = 0
+        self._encoders = self.chance.random() < 0.25
+        self._from_afar = self.chance.random() < 0.25  # a decode server
+        self._drains_prefills = self.chance.random() < 0.5
+        self._texts: dict[str, list[int]] = {}
+        self._free = list(range(1, ROWS))
+        self._waiting: list[FakeReq] = []
+        self._chunked: FakeReq | None = None
+        self._running: list[FakeReq] = []
+        self._joining: list[FakeReq] = []
+        self._queue: list[tuple[Any, list[FakeReq], Any, bool]] = []
+        self._table = torch.arange(ROWS * SLOTS, dtype=torch.int32).view(ROWS, SLOTS)
+        algorithm = SimpleNamespace(
+            is_ngram=lambda: True, is_some=lambda: True, is_none=lambda: False
+        )
+        pool = SimpleNamespace(req_to_token=self._table, req_generation=None)
+        self._relay = FutureMap(torch.device("cpu"), algorithm, pool)
+        self._worker = self._made_worker(pool)
+        if lacking is not None:
+            last = self._worker._last
+            last.lacking = lambda batch: lacking(last, batch)
+
+    def run(self, steps: int) -> None:
+        """So many iterations of the loop."""
+        parallel = SimpleNamespace(tp_size=1, tp_group=SimpleNamespace(world_size=1))
+        with ExitStack() as stack:
+            spec = SimpleNamespace(speculative_num_draft_tokens=WIDTH)
+            stack.enter_context(mock.patch.object(runtime_context, "get_spec", lambda: spec))
+            for name, value in {
+                "get_parallel": lambda: parallel,
+                "record_stream_for_v2_verify": lambda *_: None,
+                "prepare_mamba_track_for_verify": lambda _: None,
+            }.items():
+                stack.enter_context(mock.patch.object(worker, name, value))
+            for _ in range(steps):
+                self._iterate()
+            while self._queue:
+                self._process()
+
+    def _made_worker(self, pool: Any) -> worker.SpeculativeWorker:
+        made = object.__new__(worker.SpeculativeWorker)
+        made.options = Options(drafter="knowing", budget="fixed")
+        drafter = KnowingDrafter(self._texts, self.chance, self.wrong)
+        load, drafting.load = drafting.load, lambda _name, _context: drafter
+        try:
+            made.planner = DraftPlanner(
+                DrafterContext(vocab_size=VOCAB, options=made.options),
+                WIDTH,
+                4 * ROWS,
+                CostModel({1: 1.0, 64: 1.0}),
+                active=True,
+                widths=default_widths(WIDTH),
+            )
+        finally:
+            drafting.load = load
+        made.planner.looks = lambda: self.chance.random() < 0.6
+        made._target_worker = Target(self)
+        made.model_runner = SimpleNamespace(sampler=None, tp_group=None)
+        made.device, made.on_host, made.enable_overlap = "cpu", False, True
+        made.vocab_size, made.speculative_num_draft_tokens = VOCAB, WIDTH
+        made.req_to_token_pool = pool
+        made._role = "decode" if self._from_afar else "null"
+        made._plans, made._last, made._to_learn = True, LastStep(), None
+        made._clock, made._graphs, made._host_prefill = NoClock(), None, None
+        made._decode_blindly = self._counted(made._decode_blindly)
+        made._adjust_logits = lambda *_: None
+        made._commit = lambda *_: None
+        made._ragged = False
+        return made
+
+    def _counted(self, decode: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            self.blind += 1
+            return decode(*args)
+
+        return counted
+
+    # The scheduler
+
+    def _iterate(self) -> None:
+        self._running += self._joining
+        self._joining = []
+        self._running = [r for r in self._running if r.finished_reason is None]
+        self._arrive()
+        reqs, mode, chunk = self._next_batch()
+        if not reqs:
+            if self._queue:
+                self._process()
+            return
+        extend = mode == ForwardMode.EXTEND
+        drained = extend and self._drains_prefills and self._last_was_extend()
+        grammar = not extend and any(r.grammar for r in reqs)
+        if (drained or grammar) and self._queue:
+            self._process()
+        launched = self._launch(reqs, mode, chunk)
+        if self._queue:
+            self._process()
+        if launched is not None:
+            self._queue.append(launched)
+
+    def _last_was_extend(self) -> bool:
+        return bool(self._queue) and self._queue[-1][3]
+
+    def _arrive(self) -> None:
+        if self.chance.random() > 0.35 or len(self._waiting) > 3:
+            return
+        rid = f"r{self.requests}"
+        self.requests += 1
+        prompt = [self.chance.randrange(VOCAB) for _ in range(self.chance.randint(1, 20))]
+        truth = [self.chance.randrange(VOCAB) for _ in range(LONGEST + 3 * WIDTH)]
+        self._texts[rid] = truth
+        self._waiting.append(
+            FakeReq(
+                rid,
+                prompt,
+                truth,
+                self.chance.randint(1, LONGEST),
+                encoder=self.chance.randint(1, 9) if self._encoders else 0,
+                grammar=self.chance.random() < 0.05,
+                drafter="none" if self.chance.random() < 0.2 else None,
+            )
+        )
+
+    def _retract_or_abort(self) -> None:
+        if self._running and self.chance.random() < 0.06:
+            req = self._running.pop(self.chance.randrange(len(self._running)))
+            req.is_retracted, req.read = True, 0
+            self._free.append(req.row)
+            self._waiting.append(req)
+        if self._running and self.chance.random() < 0.04:
+            self.chance.choice(self._running).to_abort = True
+
+    def _next_batch(self) -> tuple[list[FakeReq], ForwardMode, bool]:
+        if self._chunked is not None:
+            # SGLang goes on with a chunked prompt before it decodes, unless memory is short.
+            if self.chance.random() < 0.8:
+                return [self._chunked], ForwardMode.EXTEND, self.chance.random() < 0.5
+        elif self._waiting and self._free and self.chance.random() < 0.6:
+            count = min(self.chance.randint(1, 2), len(self._waiting), len(self._free))
+            reqs = [self._waiting.pop(0) for _ in range(count)]
+            for req in reqs:
+                req.row, req.is_retracted = self._free.pop(), False
+            chunked = count == 1 and not self._from_afar and self.chance.random() < 0.3
+            return reqs, ForwardMode.EXTEND, chunked
+        self._retract_or_abort()
+        return list(self._running), ForwardMode.DECODE, False
+
+    def _launch(
+        self, reqs: list[FakeReq], mode: ForwardMode, chunk: bool
+    ) -> tuple[Any, list[FakeReq], Any, bool] | None:
+        if mode == ForwardMode.EXTEND and self._from_afar:
+            return self._hand_over(reqs)
+        batch = self._batch(reqs, mode)
+        rows = batch.req_pool_indices
+        if mode == ForwardMode.EXTEND:
+            for req in reqs:
+                req.read = len(req.prompt) + len(req.output_ids)
+            self._chunked = reqs[0] if chunk else None
+            if not chunk:
+                self._joining += reqs
+        else:
+            batch.spec_info = NgramVerifyInput(
+                draft_token_num=WIDTH, new_seq_lens=rows, future_indices=rows
+            )
+            self._relay.resolve_seq_lens_cpu(batch)
+            self._relay._resolve_spec_extras(batch)
+            self.checked += len(reqs)
+        result = self._worker.forward_batch_generation(
+            batch, on_publish=lambda lens: self._relay.publish(rows, lens)
+        )
+        self._relay.stash(rows, RelayPayload.from_ngram(result.next_draft_input))
+        result.copy_done = LateCopy(result)
+        return result, reqs, "chunk" if chunk else None, mode == ForwardMode.EXTEND
+
+    def _hand_over(self, reqs: list[FakeReq]) -> None:
+        """Requests whose prompts (and outputs, after a retraction) another server has read."""
+        for req in reqs:
+            if not req.output_ids:
+                req.output_ids.append(req.truth[0])
+                self.committed[req.rid] = 1
+            batch = SimpleNamespace(
+                reqs=[req],
+                device="cpu",
+                enable_overlap=True,
+                req_pool_indices=torch.tensor([req.row]),
+                seq_lens=torch.tensor([len(req.prompt) + len(req.output_ids) - 1]),
+            )
+            first_draft_input(batch, torch.tensor(req.output_ids[-1:]), self._relay)
+        self._joining += reqs
+
+    def _batch(self, reqs: list[FakeReq], mode: ForwardMode) -> Any:
+        lens = torch.tensor([len(r.prompt) + len(r.output_ids) for r in reqs])
+        encoders = [r.encoder for r in reqs] if self._encoders else None
+        info = SimpleNamespace(
+            has_custom_logit_processor=False,
+            has_watermark_candidates=False,
+            sampling_mask_batch_indices=None,
+            is_all_greedy=True,
+            logit_bias=None,
+        )
+        return SimpleNamespace(
+            reqs=reqs,
+            forward_mode=mode,
+            seq_lens=lens,
+            seq_lens_cpu=lens,
+            seq_lens_sum=None,
+            orig_seq_lens=lens,
+            req_pool_indices=torch.tensor([r.row for r in reqs]),
+            encoder_lens=None if encoders is None else torch.tensor(encoders),
+            encoder_lens_cpu=encoders,
+            encoder_cached=None,
+            input_ids=None,
+            out_cache_loc=None,
+            spec_info=None,
+            sampling_info=info,
+            has_grammar=any(r.grammar for r in reqs),
+            return_logprob=False,
+            return_hidden_states=False,
+            is_prefill_only=False,
+        )
+
+    def _process(self) -> None:
+        result, reqs, chunk, _ = self._queue.pop(0)
+        result.copy_done.synchronize()
+        width = result.speculative_output_stride
+        tokens = result.next_token_ids.view(-1, width).tolist()
+        for req, row, n in zip(reqs, tokens, result.accept_lens.tolist(), strict=True):
+            if req.is_retracted or req.finished_reason is not None or chunk:
+                continue
+            req.output_ids += row[:n]
+            self.committed[req.rid] = len(req.output_ids)
+            self.wrong["served"] += req.output_ids != req.truth[: len(req.output_ids)]
+            if len(req.output_ids) >= req.max_new_tokens or req.to_abort:
+                req.finished_reason = SimpleNamespace()
+                self._worker.note_request_finished(rid=req.rid, natural_stop=not req.to_abort)
+                self._free.append(req.row)
+
+
+def relay_as_it_stands(last: LastStep, batch: Any) -> list[list[int]]:
+    """The rule that was wrong: a relay row's tokens are taken whatever output_ids has already."""
+    lens = batch.spec_info.accept_lens.tolist()
+    tokens = batch.spec_info.accept_tokens.view(len(lens), -1).tolist()
+    return [row[:n] for row, n in zip(tokens, lens, strict=True)]
+
+
+def overlap_figures(
+    schedules: int, lacking: Callable[[LastStep, Any], list[list[int]]] | None = None
+) -> dict[str, float]:
+    """Run random schedules.
+
+    Returns:
+        wrong_outputs (of a request, as a drafter or a client sees it), wrong_roots, wrong_learned,
+        request_steps that were checked, requests, and schedules_hit by anything wrong.
+    """
+    wrong: Counter[str] = Counter()
+    steps = requests = hit = 0
+    for seed in range(schedules):
+        loop = OverlapLoop(seed, lacking)
+        try:
+            loop.run(60)
+        except (AssertionError, RuntimeError):
+            if lacking is None:
+                raise
+            loop.wrong["outputs"] += 1  # the bookkeeping itself has noticed
+        wrong += loop.wrong
+        steps, requests = steps + loop.checked, requests + loop.requests
+        hit += any(loop.wrong.values())
+    return {
+        "schedules": schedules,
+        "request_steps": steps,
+        "requests": requests,
+        "schedules_hit": hit,
+        "wrong_outputs": wrong["outputs"] + wrong["served"],
+        "wrong_roots": wrong["roots"] + wrong["lengths"],
+        "wrong_learned": wrong["learned"],
+    }

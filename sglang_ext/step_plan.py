@@ -1,0 +1,138 @@
+"""What a decode step is to run, as arrays: rank 0 plans it, the other ranks get it from there."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_ext.bias import Expected
+from sglang_ext.relay import StepResult
+from sglang_ext.requests import RunningRequest
+from sglang_ext.tree import PackedTrees, TokenTree, linked
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from sglang_ext.host_prefill import KnownHead
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A decode step.
+
+    Attributes:
+        packed: what is verified; of width 1: a plain step, the roots alone.
+        expected: what its tokens are biased to; None: nothing is.
+    """
+
+    packed: PackedTrees
+    expected: Expected | None
+
+    @property
+    def width(self) -> int:
+        """Nodes of each request, the root included."""
+        return self.packed.width
+
+    def to_array(self) -> npt.NDArray[np.int64]:
+        """int64[n], its content behind what `from_array` is told."""
+        packed = self.packed
+        parts = [packed.tokens, packed.parents.astype(np.int64), packed.sizes]
+        if self.expected is not None:
+            parts += [self.expected.tokens, self.expected.betas.astype(np.float64).view(np.int64)]
+        return np.concatenate([part.reshape(-1) for part in parts])
+
+    @classmethod
+    def from_array(
+        cls, array: npt.NDArray[np.int64], bs: int, width: int, biased: bool
+    ) -> "StepPlan":
+        """The plan that `to_array` was made of."""
+        sizes = [bs * width, bs * width, bs, bs * width, bs][: 5 if biased else 3]
+        tokens, parents, nodes, *rest = np.split(array, np.cumsum(sizes)[:-1])
+        packed = linked(
+            tokens.reshape(bs, width), parents.reshape(bs, width).astype(np.int32), nodes
+        )
+        expected = None
+        if biased:
+            betas = rest[1].view(np.float64).astype(np.float32)
+            expected = Expected(rest[0].reshape(bs, width), betas)
+        return cls(packed, expected)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a decode step hands on from method to method.
+
+    Attributes:
+        batch: SGLang's.
+        running: its requests.
+        trees: what was drafted for them; empty ones on ranks that plan nothing.
+        plan: what is run.
+        head: tokens that they get before it (CPU only).
+        on_publish: to be told of the new lengths, under overlap scheduling.
+        known_at: when the requests' tokens were all on the host (time.perf_counter).
+    """
+
+    batch: "ScheduleBatch"
+    running: Sequence[RunningRequest]
+    trees: Sequence[TokenTree]
+    plan: StepPlan
+    head: "KnownHead | None"
+    on_publish: Callable[[torch.Tensor], None] | None
+    known_at: float
+
+
+@dataclass(frozen=True)
+class LaunchedTrees:
+    """A verify step on a device whose outcome is still to be learned from.
+
+    Attributes:
+        greedy: whether every node has the target's token, not only the accepted ones.
+        result: whose `learned` comes to the host.
+    """
+
+    running: Sequence[RunningRequest]
+    trees: Sequence[TokenTree]
+    packed: PackedTrees
+    greedy: bool
+    result: StepResult
+
+
+def array_size(bs: int, width: int, biased: bool) -> int:
+    """How long `StepPlan.to_array` is."""
+    return bs * (2 * width + 1 + (width + 1 if biased else 0))
+
+
+def share(plan: StepPlan | None, bs: int, group: Any) -> StepPlan:
+    """Rank 0's plan on every rank: two broadcasts of numbers among the hosts.
+
+    Args:
+        plan: rank 0's; None on the other ranks.
+        bs: requests of the batch, the same on every rank.
+        group: SGLang's GroupCoordinator of the tensor-parallel ranks.
+    """
+    head = torch.zeros(2, dtype=torch.int64)
+    if plan is not None:
+        head[0], head[1] = plan.width, plan.expected is not None
+    _broadcast(head, group)
+    width, biased = int(head[0]), bool(head[1])
+    body = (
+        torch.from_numpy(plan.to_array())
+        if plan is not None
+        else torch.empty(array_size(bs, width, biased), dtype=torch.int64)
+    )
+    _broadcast(body, group)
+    return plan or StepPlan.from_array(body.numpy(), bs, width, biased)
+
+
+def share_flag(flag: bool, group: Any) -> bool:
+    """Rank 0's flag on every rank."""
+    told = torch.tensor([flag], dtype=torch.int64)
+    _broadcast(told, group)
+    return bool(told[0])
+
+
+def _broadcast(tensor: torch.Tensor, group: Any) -> None:
+    torch.distributed.broadcast(tensor, src=group.ranks[0], group=group.cpu_group)
