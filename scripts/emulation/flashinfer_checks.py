@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scripts.emulation.flashinfer_bench import (
+from scripts.emulation.attention_bench import (
     DIM,
     HEADS,
     KV_HEADS,
@@ -21,11 +21,11 @@ from scripts.emulation.flashinfer_bench import (
     Bench,
     Graph,
     Requests,
-    bench,
     forward_batch,
     layer,
     verify_batch,
 )
+from scripts.emulation.flashinfer_bench import bench
 from scripts.emulation.verify_cases import Step, dense, worst
 
 WIDTHS = (2, 4, 8, 16, 32)
@@ -113,7 +113,7 @@ def _both_ways(made: Bench, graph: Graph, requests: Requests, step: Step) -> dic
     for way, rows in (("eager", len(step.lens)), ("graph", _PADDED)):
         batch = verify_batch(requests, step)
         if way == "graph":
-            graph.replay(batch)
+            batch = graph.replay(batch)
         else:
             made.backend.init_forward_metadata(batch)
         for name, cross in layers.items():
