@@ -1,20 +1,35 @@
-"""Penalties, exact under speculation.
+"""Penalties, exact under speculation, on the device that has the logits.
 
 SGLang's speculative workers apply one step's penalties to a whole tree and count only the last
 token of an accepted run (`eagle_sample` in speculative/eagle_utils.py calls it "relaxed").
 Here they are made from the committed output itself, and each node adds what the tokens on its
 own path change, so that the tokens equal those of plain decoding.
+
+A penalty touches the tokens that a request has written, a small part of the vocabulary. The
+device therefore has a list of those for each request, with what is added to their logits, and
+only these logits are read and written.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from sglang_ext.cuda.staging import to_device
+from sglang_ext.token_counts import Ids, TokenCounts
 from sglang_ext.tree import PackedTrees
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+# Smallest sizes of the tables.
+_FEWEST_ROWS = 4
+_FEWEST_SLOTS = 256
+# By how many of its last tokens a counted output is known again.
+_TAIL = 32
 
 
 def is_penalized(req: "Req") -> bool:
@@ -34,29 +49,312 @@ def max_depth(req: "Req", output_len: int) -> int | None:
     return remaining - 1 if remaining > 0 else None
 
 
+@dataclass
+class _Counted:
+    """What is known of a penalized request; holding it keeps its identity from being reused."""
+
+    req: "Req"
+    row: int
+    stops: Ids
+    length: int = 0  # tokens of its output that are counted
+    tail: list[int] = field(default_factory=list)  # the last of them
+
+    def is_continued_by(self, output: Sequence[int]) -> bool:
+        return list(output[self.length - len(self.tail) : self.length]) == self.tail
+
+
+@dataclass(frozen=True)
+class _Penalized:
+    """A step's penalized requests.
+
+    Attributes:
+        at: int64[n], their rows in the batch.
+        rows: int64[n], their rows in the tables.
+        stop_at, stop_tokens: int64[k], the tokens that min_new_tokens forbids, and whom.
+    """
+
+    at: Ids
+    rows: Ids
+    stop_at: Ids
+    stop_tokens: Ids
+
+
+class DevicePenalties:
+    """The penalties of the requests that run, kept up with what they write.
+
+    A step sends the new tokens and its trees' paths to the device in one copy (pinned on CUDA),
+    and nothing waits for the device. All calls must be on one stream. On finite logits the
+    results are, bit for bit, those of SGLang's penalizers (sampling/penaltylib) driven token by
+    token on the same device, applied as SamplingBatchInfo.apply_logits_bias does; but a logit of
+    -0.0 without a penalty stays -0.0, where SGLang adds 0.0 to it. On CUDA, SGLang's compiled
+    division by repetition penalties may round otherwise than the division here.
+
+    Args:
+        vocab_size: tokens outside of it, in outputs, trees or stop ids, are ignored.
+        device: of the logits.
+        max_requests: the largest batch; tables grow in powers of two up to it (a larger batch
+            is served, with tables of its own size). Their other side grows with the distinct
+            tokens of the longest output. Both are given back when no penalized request is left.
+    """
+
+    def __init__(self, vocab_size: int, device: str | torch.device, max_requests: int) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._max_requests = max_requests
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every request."""
+        # By the Req object's id: whoever comes back as another object is counted anew.
+        self._known: dict[int, _Counted] = {}
+        self._free: list[int] = []
+        self._counts = TokenCounts(self._vocab_size)
+        self._tokens = torch.zeros(0, 0, dtype=torch.int64, device=self._device)
+        self._additive = torch.zeros(0, 0, device=self._device)
+
+    def forget(self, rid: str) -> None:
+        """Forget a request, if it is known."""
+        self._drop([key for key, known in self._known.items() if known.req.rid == rid])
+
+    def update(self, reqs: Sequence["Req"], outputs: Sequence[Sequence[int]]) -> None:
+        """Count what the batch's requests have written; forget those that are not in it.
+
+        The other methods do it as well; it may be called before them, to have it done early.
+
+        Args:
+            reqs: the whole batch.
+            outputs: each request's committed output, the root last. One that does not go on
+                from what was counted of it (it is shorter, or the last 32 of the counted tokens
+                are others) is counted anew.
+        """
+        _, fresh = self._count(reqs, outputs)
+        if len(fresh[0]):
+            self._write(*to_device(fresh, self._device))
+
+    def apply_tree(
+        self,
+        logits: torch.Tensor,
+        reqs: Sequence["Req"],
+        outputs: Sequence[Sequence[int]],
+        trees: PackedTrees,
+    ) -> None:
+        """Apply every node's penalties, its request's and its path's, in place.
+
+        Args:
+            logits: float[bs * width, vocab] on the device.
+            reqs, outputs: see `update`.
+            trees: of the same requests; no deeper than max_depth allows.
+        """
+        batch, fresh = self._count(reqs, outputs)
+        if not len(batch.at):
+            return
+        written = self._counts.distinct[batch.rows] > 0
+        at, rows = batch.at[written], batch.rows[written]
+        sent = to_device(
+            [
+                *fresh,
+                at,
+                rows,
+                self._counts.distinct[rows],
+                self._counts.repetition[rows],
+                *self._counts.along_paths(batch.rows, batch.at, trees),
+                batch.stop_at,
+                batch.stop_tokens,
+            ],
+            self._device,
+        )
+        self._write(*sent[:3])
+        request, row, distinct, scale = sent[3:7]
+        tokens, additive = self._listed(row, distinct, rows)
+        nodes = torch.arange(trees.width, device=self._device)
+        by_node = logits.view(len(reqs), trees.width, -1)
+        base = (request[:, None, None], nodes[:, None], tokens[:, None])
+        node, token, path_additive, path_scale, stop_at, stop_tokens = sent[7:]
+        path = (node, token)
+        # A path's tokens may be the request's as well: read before that is written, written after.
+        on_path = _penalized(logits[path], path_additive, path_scale)
+        by_node[base] = _penalized(by_node[base], additive[:, None], scale[:, None, None])
+        logits[path] = on_path
+        if len(batch.stop_at):
+            never = logits.new_full((), float("-inf"))
+            by_node[stop_at[:, None], nodes, stop_tokens[:, None]] = never
+
+    def next_token(
+        self, reqs: Sequence["Req"], outputs: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Penalties on each request's next token.
+
+        Args:
+            reqs, outputs: see `update`.
+
+        Returns:
+            additive: float32[bs, vocab], to be added to the logits.
+            scaling: float32[bs, vocab], 1 where nothing is scaled
+                (sampling/penaltylib/repetition_penalty.py divides positive logits by it).
+        """
+        batch, fresh = self._count(reqs, outputs)
+        shape = (len(reqs), self._vocab_size)
+        additive = torch.zeros(shape, device=self._device)
+        scaling = torch.ones(shape, device=self._device)
+        if not len(batch.at):
+            return additive, scaling
+        written = self._counts.distinct[batch.rows] > 0
+        at, rows = batch.at[written], batch.rows[written]
+        sent = to_device(
+            [
+                *fresh,
+                at,
+                rows,
+                self._counts.distinct[rows],
+                self._counts.repetition[rows],
+                batch.stop_at,
+                batch.stop_tokens,
+            ],
+            self._device,
+        )
+        self._write(*sent[:3])
+        request, row, distinct, scale, stop_at, stop_tokens = sent[3:]
+        tokens, listed = self._listed(row, distinct, rows)
+        additive[request[:, None], tokens] = listed
+        scaling[request[:, None], tokens] = scale[:, None].expand(tokens.shape)
+        if len(batch.stop_at):
+            additive[stop_at, stop_tokens] = additive.new_full((), float("-inf"))
+        return additive, scaling
+
+    # On the host
+
+    def _count(
+        self, reqs: Sequence["Req"], outputs: Sequence[Sequence[int]]
+    ) -> tuple[_Penalized, tuple[npt.NDArray[Any], ...]]:
+        """The batch's penalized requests, and what has changed in the tables (`_write`)."""
+        present = [(b, req) for b, req in enumerate(reqs) if is_penalized(req)]
+        self._drop_departed(present)
+        self._reserve_rows(len(present))
+        at = np.array([b for b, _ in present], dtype=np.int64)
+        rows, ends = np.empty_like(at), np.empty_like(at)
+        new: list[int] = []
+        stops: list[tuple[int, Ids]] = []
+        for i, (b, req) in enumerate(present):
+            output = outputs[b]
+            known = self._known_as(req, output)
+            if len(output) > known.length:
+                new.extend(output[known.length :])
+                known.length, known.tail = len(output), list(output[-_TAIL:])
+            rows[i], ends[i] = known.row, len(new)
+            if len(output) < req.sampling_params.min_new_tokens:
+                stops.append((b, known.stops))
+        tokens = np.array(new, dtype=np.int64)
+        self._reserve_slots(self._counts.slots_needed(rows, ends, tokens))
+        fresh = self._counts.count(rows, ends, tokens)
+        return _Penalized(at, rows, *_flattened(stops)), fresh
+
+    def _known_as(self, req: "Req", output: Sequence[int]) -> _Counted:
+        known = self._known.get(id(req))
+        if known is None:
+            known = _Counted(req, self._free.pop(), _stop_tokens(req, self._vocab_size))
+            self._known[id(req)] = known
+        elif known.is_continued_by(output):
+            return known
+        known.length, known.tail = 0, []
+        params = req.sampling_params
+        self._counts.start(
+            known.row,
+            params.frequency_penalty,
+            params.presence_penalty,
+            params.repetition_penalty,
+        )
+        return known
+
+    def _drop_departed(self, present: Sequence[tuple[int, "Req"]]) -> None:
+        here = {id(req) for _, req in present}
+        self._drop([key for key in self._known if key not in here])
+
+    def _drop(self, keys: Sequence[int]) -> None:
+        self._free.extend(self._known.pop(key).row for key in keys)
+        if keys and not self._known:
+            self.clear()
+
+    def _reserve_rows(self, needed: int) -> None:
+        rows, slots = self._counts.shape
+        if needed > rows:
+            larger = max(needed, min(_power_of_two(needed, _FEWEST_ROWS), self._max_requests))
+            self._grow(larger, max(slots, _FEWEST_SLOTS))
+            self._free.extend(range(rows, larger))
+
+    def _reserve_slots(self, needed: int) -> None:
+        rows, slots = self._counts.shape
+        if needed > slots:
+            self._grow(rows, _power_of_two(needed, _FEWEST_SLOTS))
+
+    def _grow(self, rows: int, slots: int) -> None:
+        self._counts.grow(rows, slots)
+        self._tokens = _enlarged(self._tokens, rows, slots)
+        self._additive = _enlarged(self._additive, rows, slots)
+
+    # On the device
+
+    def _write(self, places: torch.Tensor, tokens: torch.Tensor, additive: torch.Tensor) -> None:
+        self._tokens.view(-1)[places] = tokens
+        self._additive.view(-1)[places] = additive
+
+    def _listed(
+        self, row: torch.Tensor, distinct: torch.Tensor, rows: Ids
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 and float32 [n, m], the tokens written by these rows' requests, and penalties.
+
+        Rows shorter than the longest one go on with their first token.
+
+        Args:
+            row, distinct: int64[n] on the device, rows and how many tokens each has.
+            rows: the same rows, on the host.
+        """
+        longest = int(self._counts.distinct[rows].max(initial=0))
+        slots = torch.arange(longest, device=self._device)
+        index = (row[:, None], slots * (slots < distinct[:, None]))
+        return self._tokens[index], self._additive[index]
+
+
+def _penalized(logits: torch.Tensor, additive: torch.Tensor, scaling: torch.Tensor) -> torch.Tensor:
+    """SamplingBatchInfo._apply_pre_grammar_logits_transforms, in its order and its roundings."""
+    logits = (logits + additive).to(logits.dtype)
+    return torch.where(logits < 0, logits * scaling, logits / scaling).to(logits.dtype)
+
+
+def _stop_tokens(req: "Req", vocab_size: int) -> Ids:
+    """The tokens that min_new_tokens forbids at first (sampling/penaltylib/min_new_tokens.py)."""
+    if req.sampling_params.min_new_tokens <= 0:
+        return np.empty(0, dtype=np.int64)
+    tokenizer = req.tokenizer
+    tokens = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
+    tokens |= set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
+    tokens.add(getattr(tokenizer, "eos_token_id", None))
+    # A client names what it likes.
+    inside = sorted(t for t in tokens if t is not None and 0 <= t < vocab_size)
+    return np.array(inside, dtype=np.int64)
+
+
+def _flattened(stops: Sequence[tuple[int, Ids]]) -> tuple[Ids, Ids]:
+    if not stops:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    at = np.repeat([b for b, _ in stops], [len(tokens) for _, tokens in stops])
+    return at.astype(np.int64), np.concatenate([tokens for _, tokens in stops])
+
+
+def _enlarged(table: torch.Tensor, rows: int, slots: int) -> torch.Tensor:
+    larger = table.new_zeros(rows, slots)
+    larger[: table.shape[0], : table.shape[1]] = table
+    return larger
+
+
+def _power_of_two(n: int, least: int) -> int:
+    return max(least, 1 << (n - 1).bit_length())
+
+
 def base_penalties(
     reqs: Sequence["Req"], outputs: Sequence[Sequence[int]], vocab_size: int, device: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Penalties on each request's next token, from its whole output.
-
-    Returns:
-        additive: float32[bs, vocab], to be added to the logits.
-        scaling: float32[bs, vocab], 1 where nothing is scaled
-            (sampling/penaltylib/repetition_penalty.py divides positive logits by it).
-    """
-    additive = torch.zeros(len(reqs), vocab_size)
-    scaling = torch.ones(len(reqs), vocab_size)
-    for row, (req, output) in enumerate(zip(reqs, outputs, strict=True)):
-        params = req.sampling_params
-        ids = torch.tensor(list(output), dtype=torch.int64)
-        counts = torch.bincount(ids, minlength=vocab_size)[:vocab_size]
-        seen = counts > 0
-        additive[row] -= params.frequency_penalty * counts
-        additive[row, seen] -= params.presence_penalty
-        scaling[row, seen] = params.repetition_penalty
-        if len(output) < params.min_new_tokens:
-            additive[row, _stop_tokens(req)] = float("-inf")
-    return additive.to(device), scaling.to(device)
+    """DevicePenalties.next_token of requests that are not followed."""
+    return DevicePenalties(vocab_size, device, len(reqs)).next_token(reqs, outputs)
 
 
 def apply_tree_penalties(
@@ -65,59 +363,6 @@ def apply_tree_penalties(
     outputs: Sequence[Sequence[int]],
     trees: PackedTrees,
 ) -> None:
-    """Apply every node's penalties, its request's and its path's, in place.
-
-    Args:
-        logits: float[bs * width, vocab].
-        outputs: each request's committed output, the root last.
-    """
-    width = trees.width
-    additive, scaling = base_penalties(reqs, outputs, logits.shape[-1], logits.device)
-    path_rows, path_tokens, path_delta, new_rows, new_tokens, new_scale = [], [], [], [], [], []
-    for b, (req, output) in enumerate(zip(reqs, outputs, strict=True)):
-        params = req.sampling_params
-        if not is_penalized(req):
-            continue
-        seen = set(output)
-        for node in range(1, int(trees.sizes[b])):
-            row = b * width + node
-            fresh = set()
-            for token in _path(trees, b, node):
-                delta = -params.frequency_penalty
-                if token not in seen and token not in fresh:
-                    delta -= params.presence_penalty
-                    fresh.add(token)
-                    new_rows.append(row)
-                    new_tokens.append(token)
-                    new_scale.append(params.repetition_penalty)
-                path_rows.append(row)
-                path_tokens.append(token)
-                path_delta.append(delta)
-    device = logits.device
-    logits += additive.repeat_interleave(width, dim=0)
-    if path_rows:
-        index = (torch.tensor(path_rows, device=device), torch.tensor(path_tokens, device=device))
-        logits.index_put_(
-            index, torch.tensor(path_delta, dtype=logits.dtype, device=device), accumulate=True
-        )
-    scale = scaling.repeat_interleave(width, dim=0)
-    if new_rows:
-        scale[new_rows, new_tokens] = torch.tensor(new_scale, device=device)
-    logits.copy_(torch.where(logits < 0, logits * scale, logits / scale))
-
-
-def _path(trees: PackedTrees, b: int, node: int) -> list[int]:
-    tokens = []
-    while node > 0:
-        tokens.append(int(trees.tokens[b, node]))
-        node = int(trees.parents[b, node])
-    return tokens
-
-
-def _stop_tokens(req: "Req") -> list[int]:
-    # The set of sampling/penaltylib/min_new_tokens.py.
-    tokenizer = req.tokenizer
-    tokens = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
-    tokens |= set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
-    tokens.add(tokenizer.eos_token_id)
-    return [token for token in tokens if token is not None]
+    """DevicePenalties.apply_tree of requests that are not followed."""
+    made = DevicePenalties(logits.shape[-1], logits.device, len(reqs))
+    made.apply_tree(logits, reqs, outputs, trees)
