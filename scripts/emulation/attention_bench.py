@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from scripts.emulation.verify_cases import Step
+from scripts.emulation.verify_cases import Step, dense, worst
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 CONTEXT, ROWS, SLOTS = 256, 24, 6000
@@ -286,3 +286,41 @@ class Graph:
         unused = torch.zeros(len(padding) * self._width, dtype=torch.int64)
         view.out_cache_loc = torch.cat([live.out_cache_loc, unused])
         return view
+
+
+def verify_error(
+    made: Bench,
+    requests: Requests,
+    step: Step,
+    batch: Any,
+    rows: int,
+    cross: bool = False,
+    window: int = -1,
+    sinks: torch.Tensor | None = None,
+) -> float:
+    """The largest absolute error of one layer's forward over a planned verify step.
+
+    Padding nodes do not count.
+
+    Args:
+        rows: nodes of the planned batch, padded lanes included.
+        cross: a cross-attention layer, over the encoder's tokens.
+        window: a window layer's, -1 for none.
+        sinks: float32[HEADS], the layer's attention sinks.
+    """
+    q = torch.randn(rows, HEADS, DIM)
+    kind = layer(cross, window)
+    options = {} if sinks is None else {"sinks": sinks}
+    got = made.backend.forward_extend(q, None, None, kind, batch, **options).view(-1, HEADS, DIM)
+    errors = []
+    for i, tree in enumerate(step.trees):
+        nodes = slice(i * step.width, i * step.width + len(tree) + 1)
+        seen = step.seen(i, window)
+        k, v = requests.decoder(i)
+        if cross:
+            k, v = requests.encoder(i)
+            seen = torch.ones(len(seen), len(k), dtype=torch.bool)
+        count = seen.shape[1]
+        want = dense(q[nodes], k[:count], v[:count], seen, SCALE, sinks)
+        errors.append(worst(got[nodes], want))
+    return max(errors)

@@ -24,6 +24,7 @@ from scripts.emulation.attention_bench import (
     forward_batch,
     layer,
     verify_batch,
+    verify_error,
 )
 from scripts.emulation.flashinfer_bench import bench
 from scripts.emulation.verify_cases import Step, dense, worst
@@ -121,32 +122,6 @@ def _both_ways(made: Bench, graph: Graph, requests: Requests, step: Step) -> dic
                 made, requests, step, batch, rows * step.width, cross
             )
     return errors
-
-
-def verify_error(
-    made: Bench,
-    requests: Requests,
-    step: Step,
-    batch: Any,
-    rows: int,
-    cross: bool = False,
-    window: int = -1,
-) -> float:
-    """The error of one layer's forward over a planned verify step; padding nodes do not count."""
-    q = torch.randn(rows, HEADS, DIM)
-    kind = layer(cross, window)
-    got = made.backend.forward_extend(q, None, None, kind, batch).view(-1, HEADS, DIM)
-    errors = []
-    for i, tree in enumerate(step.trees):
-        nodes = slice(i * step.width, i * step.width + len(tree) + 1)
-        seen = step.seen(i, window)
-        k, v = requests.decoder(i)
-        if cross:
-            k, v = requests.encoder(i)
-            seen = torch.ones(len(seen), len(k), dtype=torch.bool)
-        count = seen.shape[1]
-        errors.append(worst(got[nodes], dense(q[nodes], k[:count], v[:count], seen, SCALE)))
-    return max(errors)
 
 
 def _plain_steps(encoder_decoder: bool) -> dict[str, float]:

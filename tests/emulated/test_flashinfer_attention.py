@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.emulation.attention_bench import Graph, Requests, verify_batch
+from scripts.emulation.attention_bench import Graph, Requests, verify_batch, verify_error
 from scripts.emulation.flashinfer_bench import bench
-from scripts.emulation.flashinfer_checks import attention_errors, verify_error, window_error
+from scripts.emulation.flashinfer_checks import attention_errors, window_error
 from scripts.emulation.verify_cases import Step
 from sglang_ext.cuda import encoder_decoder
 
