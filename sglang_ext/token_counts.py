@@ -4,6 +4,8 @@ Float32 sums are made in the order of plain decoding (SGLang's sampling/penaltyl
 frequency penalty once for every occurrence: n additions do not give the bits of one product.
 """
 
+from typing import Any
+
 import numba
 import numpy as np
 import numpy.typing as npt
@@ -43,11 +45,9 @@ class TokenCounts:
 
     def grow(self, rows: int, slots: int) -> None:
         """Have `rows` rows of `slots` slots, a power of two; neither may shrink."""
-        old = (self.tokens, self._frequency_sums, self.distinct)
-        old += (self._frequency, self._presence, self.repetition)
+        old = self._state()
         self._allocate(rows, slots)
-        new = (self.tokens, self._frequency_sums, self.distinct)
-        new += (self._frequency, self._presence, self.repetition)
+        new = self._state()
         for before, after in zip(old, new, strict=True):
             after[tuple(slice(n) for n in before.shape)] = before
         _index_all(self._index, self.tokens, self.distinct)
@@ -120,6 +120,13 @@ class TokenCounts:
             self._vocab_size, nodes, tokens, additive, scaling,
         )  # fmt: skip
         return nodes[:n], tokens[:n], additive[:n], scaling[:n]
+
+    def _state(self) -> list[npt.NDArray[Any]]:
+        """All but the index."""
+        sums = self._frequency_sums
+        return [
+            self.tokens, sums, self.distinct, self._frequency, self._presence, self.repetition,
+        ]  # fmt: skip
 
     def _allocate(self, rows: int, slots: int) -> None:
         self.tokens = np.zeros((rows, slots), dtype=np.int64)

@@ -102,6 +102,12 @@ def test_each_node_gets_its_own_paths_penalties(params):
     check_step(DevicePenalties(VOCAB, "cpu", 2), reqs, [[1, 4, 4], [7]], trees, logits_of(trees))
 
 
+def test_repetitions_on_a_path_are_added_one_by_one():
+    trees = pack([4], [TokenTree.chain([5] * 10)], 11)
+    logits = torch.zeros(11, VOCAB)
+    check_step(DevicePenalties(VOCAB, "cpu", 1), [request(**CHOICES[4])], [[5, 4]], trees, logits)
+
+
 def logits_of(trees, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(trees.tokens.size, vocab, generator=generator) * 3
