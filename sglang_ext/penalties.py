@@ -348,21 +348,3 @@ def _enlarged(table: torch.Tensor, rows: int, slots: int) -> torch.Tensor:
 
 def _power_of_two(n: int, least: int) -> int:
     return max(least, 1 << (n - 1).bit_length())
-
-
-def base_penalties(
-    reqs: Sequence["Req"], outputs: Sequence[Sequence[int]], vocab_size: int, device: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """DevicePenalties.next_token of requests that are not followed."""
-    return DevicePenalties(vocab_size, device, len(reqs)).next_token(reqs, outputs)
-
-
-def apply_tree_penalties(
-    logits: torch.Tensor,
-    reqs: Sequence["Req"],
-    outputs: Sequence[Sequence[int]],
-    trees: PackedTrees,
-) -> None:
-    """DevicePenalties.apply_tree of requests that are not followed."""
-    made = DevicePenalties(logits.shape[-1], logits.device, len(reqs))
-    made.apply_tree(logits, reqs, outputs, trees)

@@ -50,7 +50,9 @@ from sglang_ext.bigrams import bigrams_of
 from sglang_ext.budget import knee
 from sglang_ext.cost_model import CostModel
 from sglang_ext.costs import costs_of, kv_read_s
+from sglang_ext.cuda import encoder_decoder
 from sglang_ext.cuda.clock import StepClock
+from sglang_ext.cuda.graphs import WidthGraphs
 from sglang_ext.cuda.staging import full_mask, mask_starts, to_device
 from sglang_ext.cuda.widths import default_widths
 from sglang_ext.disaggregation.arrivals import tell_of_arrivals
@@ -103,8 +105,8 @@ class SpeculativeWorker(BaseSpecWorker):
         self._last = LastStep()
         self._to_learn: LaunchedTrees | None = None
         self._clock: StepClock | None = None if self.on_host else StepClock(self.device)
-        # Of the captured widths; made with the graphs, where there is a device.
-        self._graphs: Any = None
+        # Made in init_cuda_graphs(), where there is a device.
+        self._graphs: WidthGraphs | None = None
         # Made in alloc_memory_pool(), once SGLang knows how many requests may run.
         self.planner: DraftPlanner
         self._host_prefill: HostPrefill | None = None
@@ -141,6 +143,9 @@ class SpeculativeWorker(BaseSpecWorker):
             metrics=self._metrics() if active and get_observability().enable_metrics else None,
             widths=None if self.on_host else default_widths(self.speculative_num_draft_tokens),
         )
+        self._penalties = penalties.DevicePenalties(
+            self.vocab_size, self.device, self.model_runner.max_running_requests
+        )
         self._corpora = Corpora(self.planner.drafters.values())
         if self.on_host:
             drafts = active and self.page_size == 1 and get_parallel().tp_size == 1
@@ -157,8 +162,16 @@ class SpeculativeWorker(BaseSpecWorker):
             self.options.budget,
         )
 
+    def init_attention_backends(self) -> None:
+        """The target has its backend, and no graph yet."""
+        if self.model_runner.model_config.is_encoder_decoder and not self.on_host:
+            encoder_decoder.install(self.model_runner.attn_backend)
+
     def init_cuda_graphs(self) -> None:
-        """There are none to capture; the target can be asked from now on."""
+        """Capture those that SGLang has not; the target can be asked from now on."""
+        if not self.on_host:
+            self._graphs = WidthGraphs(self.model_runner, self.options)
+            self.planner.use_widths(self._graphs.widths, self._graphs.padded_batch)
         takers = [d for d in self.planner.drafters.values() if hasattr(d, "take_bigrams")]
         seconds = self.options.bigram_seconds
         if not seconds or not self._from_rank_0([bool(takers)])[0]:
@@ -181,6 +194,7 @@ class SpeculativeWorker(BaseSpecWorker):
     def clear_cache_pool(self) -> None:
         """/flush_cache: forget running requests; what was learned from finished ones stays."""
         self.planner.requests.clear()
+        self._penalties.clear()
         self._last, self._to_learn = LastStep(), None
         if self._host_prefill is not None:
             self._host_prefill.clear()
@@ -189,6 +203,7 @@ class SpeculativeWorker(BaseSpecWorker):
         """A request ended; its drafter gets the whole output."""
         self._learn(wait=False)
         self.planner.finish(rid)
+        self._penalties.forget(rid)
         if self._host_prefill is not None:
             self._host_prefill.forget(rid)
 
@@ -347,6 +362,8 @@ class SpeculativeWorker(BaseSpecWorker):
         """
         if self.on_host or not self.enable_overlap or batch.has_grammar:
             return False
+        if self._graphs is not None and 1 not in self._graphs.widths:
+            return False
         blind = self._plans and not self.planner.needs_host(batch.reqs, look)
         if get_parallel().tp_size > 1:
             blind = share_flag(blind, self.model_runner.tp_group)
@@ -410,8 +427,8 @@ class SpeculativeWorker(BaseSpecWorker):
 
     def _set_exact_penalties(self, batch, running: Sequence[RunningRequest]) -> None:
         if any(penalties.is_penalized(r.req) for r in running):
-            additive, scaling = penalties.base_penalties(
-                batch.reqs, [r.draft.output for r in running], self.vocab_size, self.device
+            additive, scaling = self._penalties.next_token(
+                batch.reqs, [r.draft.output for r in running]
             )
             batch.sampling_info.acc_additive_penalties = additive
             batch.sampling_info.acc_scaling_penalties = scaling
@@ -482,9 +499,8 @@ class SpeculativeWorker(BaseSpecWorker):
             leave_padding_out(batch, verify_input, nodes)
         forwarded = len(batch.input_ids) if self.on_host else self._padded(len(batch.reqs)) * width
         self.planner.note_look(time.perf_counter() - step.known_at)
-        with self._timed(forwarded, read, start, verify=True):
-            with self._at_width(width):
-                result = self._target_worker.forward_batch_generation(batch, is_verify=True)
+        with self._timed(forwarded, read, start, verify=True), self._at_width(width):
+            result = self._target_worker.forward_batch_generation(batch, is_verify=True)
             batch.out_cache_loc = slots
             logits_output = result.logits_output
             if nodes is not None and needs_every_row(batch):
@@ -552,6 +568,8 @@ class SpeculativeWorker(BaseSpecWorker):
             retrieve_next_sibling=next_one,
             draft_token_num=width,
         )
+        if not self.on_host:
+            encoder_decoder.keep_encoder_lens(verify_input, batch)
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = tokens
         begin = decoder_starts(batch)
@@ -583,9 +601,8 @@ class SpeculativeWorker(BaseSpecWorker):
     ) -> None:
         """Penalties, grammar, bias, in the order of SamplingBatchInfo.apply_logits_bias."""
         if any(penalties.is_penalized(r.req) for r in running):
-            penalties.apply_tree_penalties(
-                logits, batch.reqs, [r.draft.output for r in running], packed
-            )
+            outputs = [r.draft.output for r in running]
+            self._penalties.apply_tree(logits, batch.reqs, outputs, packed)
         if batch.has_grammar:
             mask = build_grammar_vocab_mask(
                 reqs=batch.reqs,

@@ -35,6 +35,7 @@ from sglang_ext.disaggregation.handoff import first_draft_input
 from sglang_ext.drafters import DrafterContext
 from sglang_ext.drafting import DraftPlanner
 from sglang_ext.options import Options
+from sglang_ext.penalties import DevicePenalties
 from sglang_ext.relay import LastStep
 from sglang_ext.tree import TokenTree
 
@@ -274,12 +275,11 @@ class OverlapLoop:
             while self._queue:
                 self._process()
 
-    def _made_worker(self, pool: Any) -> worker.SpeculativeWorker:
-        made = object.__new__(worker.SpeculativeWorker)
+    def _made_worker(self, pool: Any) -> Any:
+        made: Any = object.__new__(worker.SpeculativeWorker)
         made.options = Options(drafter="knowing", budget="fixed")
         drafter = KnowingDrafter(self._texts, self.chance, self.wrong)
-        load, drafting.load = drafting.load, lambda _name, _context: drafter
-        try:
+        with mock.patch.object(drafting, "load", lambda _name, _context: drafter):
             made.planner = DraftPlanner(
                 DrafterContext(vocab_size=VOCAB, options=made.options),
                 WIDTH,
@@ -288,8 +288,6 @@ class OverlapLoop:
                 active=True,
                 widths=default_widths(WIDTH),
             )
-        finally:
-            drafting.load = load
         made.planner.looks = lambda: self.chance.random() < 0.6
         made._target_worker = Target(self)
         made.model_runner = SimpleNamespace(sampler=None, tp_group=None)
@@ -300,6 +298,7 @@ class OverlapLoop:
         made._plans, made._last, made._to_learn = True, LastStep(), None
         made._clock, made._graphs, made._host_prefill = NoClock(), None, None
         made._decode_blindly = self._counted(made._decode_blindly)
+        made._penalties = DevicePenalties(VOCAB, "cpu", ROWS)
         made._adjust_logits = lambda *_: None
         made._commit = lambda *_: None
         made._ragged = False
@@ -386,7 +385,8 @@ class OverlapLoop:
         self, reqs: list[FakeReq], mode: ForwardMode, chunk: bool
     ) -> tuple[Any, list[FakeReq], Any, bool] | None:
         if mode == ForwardMode.EXTEND and self._from_afar:
-            return self._hand_over(reqs)
+            self._hand_over(reqs)
+            return None
         batch = self._batch(reqs, mode)
         rows = batch.req_pool_indices
         if mode == ForwardMode.EXTEND:
