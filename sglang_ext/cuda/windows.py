@@ -17,33 +17,37 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 
-def install(attn_backend: "TritonAttnBackend") -> None:
+def install(attn_backend: Any) -> None:
     """Have a backend of a target with sliding windows verify trees exactly; idempotent.
 
-    Call it for every instance (one per captured width), before its graphs are captured. A backend
-    of a target without windows stays as it is.
+    Call it for every instance (one per captured width), before its graphs are captured. What is not
+    Triton's, or has no window, stays as it is; of two backends in one, each is looked at.
 
     Raises:
-        ValueError: the backend is not Triton's, or computes deterministically (another kernel).
+        ValueError: the backend computes deterministically, which is another kernel.
     """
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-    if not isinstance(attn_backend, TritonAttnBackend):
-        raise ValueError(
-            "trees within sliding windows need --attention-backend triton, not "
-            f"{type(attn_backend).__name__}"
-        )
-    window = attn_backend.sliding_window_size
-    if not window or window < 0 or isinstance(attn_backend.extend_attention_fwd, _Extend):
+    if isinstance(attn_backend, HybridAttnBackend):
+        install(attn_backend.prefill_backend)
+        install(attn_backend.decode_backend)
+    elif isinstance(attn_backend, TritonAttnBackend):
+        _install(attn_backend)
+
+
+def _install(backend: "TritonAttnBackend") -> None:
+    window = backend.sliding_window_size
+    if not window or window < 0 or isinstance(backend.extend_attention_fwd, _Extend):
         return
-    if attn_backend.enable_deterministic:
+    if backend.enable_deterministic:
         raise ValueError(
             "--enable-deterministic-inference verifies no trees within sliding windows; "
             "leave it out, or start without --speculative-algorithm"
         )
-    attn_backend.extend_attention_fwd = _Extend(attn_backend.extend_attention_fwd)
+    backend.extend_attention_fwd = _Extend(backend.extend_attention_fwd)
     for name in ("init_forward_metadata", "init_forward_metadata_out_graph"):
-        setattr(attn_backend, name, _masked_first(getattr(attn_backend, name), window))
+        setattr(backend, name, _masked_first(getattr(backend, name), window))
 
 
 class _Extend:

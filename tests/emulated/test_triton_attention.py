@@ -74,11 +74,6 @@ def test_a_tree_larger_than_the_window_is_refused():
         )
 
 
-def test_another_backend_than_tritons_is_refused():
-    with pytest.raises(ValueError, match="need --attention-backend triton, not SimpleNamespace"):
-        windows.install(SimpleNamespace())
-
-
 def made(**fields):
     """A Triton backend of which only these fields are set."""
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
@@ -88,11 +83,28 @@ def made(**fields):
     return backend
 
 
-def test_a_backend_without_windows_stays_as_it_is():
-    backend = made(sliding_window_size=None)
+@pytest.mark.parametrize("window", [None, -1, 0])
+def test_a_backend_without_windows_stays_as_it_is(window):
+    backend = made(sliding_window_size=window)
     before = dict(vars(backend))
     windows.install(backend)
     assert vars(backend) == before
+
+
+def test_another_backend_than_tritons_stays_as_it_is():
+    backend = SimpleNamespace(sliding_window_size=16, extend_attention_fwd=print)
+    windows.install(backend)
+    assert backend.extend_attention_fwd is print
+
+
+def test_of_two_backends_in_one_each_is_installed():
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+
+    both = object.__new__(HybridAttnBackend)
+    both.prefill_backend, both.decode_backend = (made(sliding_window_size=16) for _ in range(2))
+    windows.install(both)
+    assert both.prefill_backend.extend_attention_fwd is not print
+    assert both.decode_backend.extend_attention_fwd is not print
 
 
 def test_installing_twice_is_installing_once():
