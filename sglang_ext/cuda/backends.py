@@ -123,6 +123,11 @@ def choose_backend(target: TargetFacts, flags: BackendFlags) -> BackendChoice:
     default = _default_backend(target, flags)
     prefill = _backend_of("--prefill-attention-backend", flags.prefill, target, flags, default)
     decode = _backend_of("--decode-attention-backend", flags.decode, target, flags, default)
+    if flags.deterministic and target.window and "triton" in (prefill, decode):
+        raise ValueError(
+            "--enable-deterministic-inference verifies no trees within sliding windows of "
+            f"{target.name} with attention backend triton; leave it out"
+        )
     page_size = flags.page_size
     if page_size > 1 and {prefill, decode} & set(ONE_TOKEN_PAGES):
         if flags.page_size_given:
@@ -222,22 +227,32 @@ def resolve_backends(server_args: Any) -> BackendChoice:
     return choice
 
 
-def check_loaded(model_runner: Any) -> None:
-    """Refuse a loaded target whose own code has a window that its configuration did not tell.
+def prepare(attn_backend: Any, model_runner: Any) -> None:
+    """Have a backend verify the loaded target's trees exactly; idempotent.
+
+    Call it for every instance (SGLang's own and one per captured width), before its graphs are
+    captured.
 
     Args:
-        model_runner: SGLang's ModelRunner, the model loaded and its backends named.
+        attn_backend: SGLang's AttentionBackend.
+        model_runner: the target's ModelRunner.
 
     Raises:
-        ValueError: FlashInfer would verify a target with a sliding window.
+        ValueError: the backend cannot; one line that says why.
     """
+    from sglang_ext.cuda import encoder_decoder, windows
+
     names = model_runner.prefill_attention_backend_str, model_runner.decode_attention_backend_str
+    config = model_runner.model_config
     if model_runner.sliding_window_size is not None and "flashinfer" in names:
-        name = model_runner.model_config.hf_config.architectures[0]
+        # A window in the model's own code, of which the configuration did not tell.
         raise ValueError(
-            f"--attention-backend flashinfer cannot verify trees of {name}: {_WINDOW}; "
-            "give --attention-backend triton"
+            f"--attention-backend flashinfer cannot verify trees of "
+            f"{config.hf_config.architectures[0]}: {_WINDOW}; give --attention-backend triton"
         )
+    if config.is_encoder_decoder:
+        encoder_decoder.install(attn_backend)
+    windows.install(attn_backend)
 
 
 def reaches_flashinfer(targets: Sequence[TargetFacts]) -> list[str]:

@@ -25,6 +25,7 @@ from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel, get_s
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.utils import broadcast_pyobj, get_available_gpu_memory
 
+from sglang_ext.cuda.backends import prepare
 from sglang_ext.cuda.widths import default_widths
 from sglang_ext.options import Options
 
@@ -225,10 +226,7 @@ def _new_backend(model_runner: Any) -> Any:
     # As model_runner_components/attention_backend_setup.py leaves them for the models to read.
     backend.prefill_attention_backend_str = model_runner.prefill_attention_backend_str
     backend.decode_attention_backend_str = model_runner.decode_attention_backend_str
-    if model_runner.model_config.is_encoder_decoder:
-        from sglang_ext.cuda import encoder_decoder
-
-        encoder_decoder.install(backend)
+    prepare(backend, model_runner)
     return backend
 
 

@@ -18,9 +18,9 @@ from sglang_ext.cuda.backends import (
     BackendChoice,
     BackendFlags,
     TargetFacts,
-    check_loaded,
     choose_backend,
     facts_of,
+    prepare,
     reaches_flashinfer,
     resolve_backends,
 )
@@ -111,6 +111,7 @@ def test_deterministic_inference_keeps_the_radix_cache():
             "--page-size 64: expected 1, since attention backend fa3",
         ),
         (WINDOW, {"page_size": 16, "page_size_given": True}, "--page-size 16: expected 1"),
+        (WINDOW, {"deterministic": True}, "--enable-deterministic-inference verifies no trees"),
         (
             PLAIN,
             {"prefill": "triton", "page_size": 16, "page_size_given": True},
@@ -263,14 +264,36 @@ def test_a_flag_that_sglang_has_changed_counts_as_changed(configs):
         resolve("deepseek-v3", "dsa")
 
 
-def test_a_window_in_the_models_code_alone_is_refused_once_it_is_loaded():
+@pytest.fixture
+def loaded(monkeypatch):
+    """A model runner of a loaded target, and what was installed on its backend."""
     runner = SimpleNamespace(
         prefill_attention_backend_str="flashinfer",
         decode_attention_backend_str="flashinfer",
-        sliding_window_size=511,
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["Nemotron"])),
+        sliding_window_size=None,
+        model_config=SimpleNamespace(
+            is_encoder_decoder=False, hf_config=SimpleNamespace(architectures=["Nemotron"])
+        ),
+        installed=[],
     )
+    for module in ("encoder_decoder", "windows"):
+
+        def install(backend, module=module):
+            runner.installed.append((module, backend))
+
+        monkeypatch.setattr(f"sglang_ext.cuda.{module}.install", install)
+    return runner
+
+
+def test_a_window_in_the_models_code_alone_is_refused_once_it_is_loaded(loaded):
+    loaded.sliding_window_size = 511
     with pytest.raises(ValueError, match="flashinfer cannot verify trees of Nemotron"):
-        check_loaded(runner)
-    runner.sliding_window_size = None
-    check_loaded(runner)
+        prepare("a backend", loaded)
+
+
+def test_a_backend_is_prepared_for_what_the_target_is(loaded):
+    prepare("a backend", loaded)
+    assert loaded.installed == [("windows", "a backend")]
+    loaded.model_config.is_encoder_decoder = True
+    prepare("another", loaded)
+    assert loaded.installed[1:] == [("encoder_decoder", "another"), ("windows", "another")]

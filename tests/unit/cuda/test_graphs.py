@@ -95,6 +95,7 @@ def runner(monkeypatch):
         graph_memory_usage={"target_verify": 1.25},
         token_to_kv_pool=SimpleNamespace(post_capture_active=False),
         tp_group=SimpleNamespace(rank=1, ranks=[7, 8], cpu_group="gloo"),
+        sliding_window_size=None,
         model_config=SimpleNamespace(is_encoder_decoder=False),
     )
     made.decode_cuda_graph_runner = GraphRunner(made)
@@ -235,12 +236,15 @@ def test_a_mamba_target_whose_states_are_tracked_has_no_plain_steps(runner, monk
     assert WidthGraphs(runner, Options()).widths == (1, 2, 4, 8, 16)
 
 
-def test_encoder_decoder_targets_get_their_verify_on_each_backend(runner, monkeypatch):
-    installed = []
-    runner.model_config.is_encoder_decoder = True
-    monkeypatch.setattr("sglang_ext.cuda.encoder_decoder.install", installed.append)
+def test_each_backend_is_prepared_for_trees_before_its_capture(runner, monkeypatch):
+    prepared = []
+
+    def prepare(backend, model_runner):
+        prepared.append((backend, model_runner, len(GraphRunner.made)))
+
+    monkeypatch.setattr(graphs, "prepare", prepare)
     WidthGraphs(runner, Options())
-    assert installed == [r.attn_backend for r in GraphRunner.made]
+    assert prepared == [(r.attn_backend, runner, n) for n, r in enumerate(GraphRunner.made)]
 
 
 def test_a_width_takes_its_workspace_its_share_of_the_tables_and_the_graphs(runner):
