@@ -103,9 +103,10 @@ class TokenTree:
             )
         if n == 0:
             return
-        if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:
+        tokens, parents = _check(self.tokens, self.parents, vocab_size)
+        if not tokens:
             raise ValueError(f"tokens must be in 0..{vocab_size - 1}")
-        if self.parents.min() < NO_PARENT or (self.parents >= np.arange(n)).any():
+        if not parents:
             raise ValueError("parents[i] must be -1 (the root) or an earlier node")
 
 
@@ -209,6 +210,16 @@ def linked(
     """The packed trees of these nodes; what is shown by `parents` is made from them."""
     depths, mask, next_token, next_sibling = _link(parents, sizes)
     return PackedTrees(tokens, parents, depths, mask, next_token, next_sibling, sizes)
+
+
+@numba.njit(cache=True, nogil=True)
+def _check(tokens, parents, vocab_size):
+    """Whether all tokens and all parents are possible."""
+    right_tokens = right_parents = True
+    for i in range(len(tokens)):
+        right_tokens &= 0 <= tokens[i] < vocab_size
+        right_parents &= NO_PARENT <= parents[i] < i
+    return right_tokens, right_parents
 
 
 @numba.njit(cache=True, nogil=True)
