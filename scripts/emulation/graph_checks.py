@@ -189,8 +189,14 @@ def _eagerly(runner: Any, batch: Any) -> torch.Tensor:
 
 
 def run(steps: int) -> dict[str, Any]:
-    """Capture every width and check it; once in a process."""
-    from sglang_ext.cuda.graphs import WidthGraphs
+    """Capture every width and check it; once in a process.
+
+    Returns:
+        as `check`, and padded_batches of 1, 2, ... requests; modes, of each width captured by us
+        the forward mode and tokens per request; bytes, of each its backend's buffers as they are
+        and as they were estimated.
+    """
+    from sglang_ext.cuda.graphs import WidthGraphs, _buffer_bytes
     from sglang_ext.options import Options
 
     with ExitStack() as stack:
@@ -202,6 +208,10 @@ def run(steps: int) -> dict[str, Any]:
         result["padded_batches"] = [by_width.padded_batch(n + 1) for n in range(MAX_REQUESTS + 1)]
         result["modes"] = {
             str(width): [tier.runner.capture_forward_mode.name, tier.runner.captured_req_width]
+            for width, tier in sorted(by_width._tiers.items())
+        }
+        result["bytes"] = {
+            str(width): [sum(_buffer_bytes(tier.attn_backend)), by_width._bytes_of(width)]
             for width, tier in sorted(by_width._tiers.items())
         }
         return result

@@ -40,3 +40,8 @@ def test_a_step_computes_what_it_would_without_graphs(result):
 
 def test_the_graph_of_a_batch_is_the_next_larger_one(result):
     assert result["padded_batches"] == [1, 2, 4, 4, 5, 6, 7]
+
+
+def test_what_a_width_takes_is_known_before(result):
+    for taken, estimated in result["bytes"].values():
+        assert taken <= estimated * 1.01 and estimated <= taken * 1.05
