@@ -50,7 +50,7 @@ from sglang_ext.bigrams import bigrams_of
 from sglang_ext.budget import knee
 from sglang_ext.cost_model import CostModel
 from sglang_ext.costs import costs_of, kv_read_s
-from sglang_ext.cuda import encoder_decoder
+from sglang_ext.cuda import backends, encoder_decoder
 from sglang_ext.cuda.clock import StepClock
 from sglang_ext.cuda.graphs import WidthGraphs
 from sglang_ext.cuda.staging import full_mask, mask_starts, to_device
@@ -164,8 +164,8 @@ class SpeculativeWorker(BaseSpecWorker):
 
     def init_attention_backends(self) -> None:
         """The target has its backend, and no graph yet."""
-        if self.model_runner.model_config.is_encoder_decoder and not self.on_host:
-            encoder_decoder.install(self.model_runner.attn_backend)
+        if not self.on_host:
+            backends.prepare(self.model_runner.attn_backend, self.model_runner)
 
     def init_cuda_graphs(self) -> None:
         """Capture those that SGLang has not; the target can be asked from now on."""
