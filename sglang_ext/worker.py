@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import (
     get_device,
     get_disagg,
@@ -34,26 +32,19 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_utils import (
-    GrammarTree,
-    build_grammar_vocab_mask,
-    commit_mamba_states_after_verify,
-    move_accept_tokens_to_target_kvcache,
-    prepare_mamba_track_for_verify,
     record_stream_for_v2_verify,
 )
 from sglang.srt.utils import broadcast_pyobj
 
-from sglang_ext import penalties
 from sglang_ext.api import control
-from sglang_ext.bias import BiasedRows, Expected, prefer_next_tokens
+from sglang_ext.bias import Expected, prefer_next_tokens
 from sglang_ext.bigrams import bigrams_of
 from sglang_ext.budget import knee
 from sglang_ext.cost_model import CostModel
 from sglang_ext.costs import costs_of, kv_read_s
-from sglang_ext.cuda import backends, encoder_decoder
+from sglang_ext.cuda import backends
 from sglang_ext.cuda.clock import StepClock
 from sglang_ext.cuda.graphs import WidthGraphs
-from sglang_ext.cuda.staging import full_mask, mask_starts, to_device
 from sglang_ext.cuda.widths import default_widths
 from sglang_ext.disaggregation.arrivals import tell_of_arrivals
 from sglang_ext.drafters import DrafterContext
@@ -63,6 +54,7 @@ from sglang_ext.encoder_decoder import decoder_starts, keep_encoder_outputs
 from sglang_ext.host_prefill import HostPrefill, KnownHead
 from sglang_ext.metrics import SpeculationMetrics
 from sglang_ext.options import Options
+from sglang_ext.penalties import DevicePenalties, is_penalized
 from sglang_ext.ragged import (
     can_leave_padding_out,
     leave_padding_out,
@@ -75,6 +67,7 @@ from sglang_ext.step_plan import LaunchedTrees, Step, StepPlan, share, share_fla
 from sglang_ext.tokenizers import fingerprint
 from sglang_ext.tree import PackedTrees, TokenTree, pack
 from sglang_ext.verify import Accepted, accept_on_device, accept_on_host
+from sglang_ext.verify_batch import VerifyBatches
 
 logger = logging.getLogger(__name__)
 
@@ -143,8 +136,16 @@ class SpeculativeWorker(BaseSpecWorker):
             metrics=self._metrics() if active and get_observability().enable_metrics else None,
             widths=None if self.on_host else default_widths(self.speculative_num_draft_tokens),
         )
-        self._penalties = penalties.DevicePenalties(
+        self._penalties = DevicePenalties(
             self.vocab_size, self.device, self.model_runner.max_running_requests
+        )
+        self._batches = VerifyBatches(
+            self._target_worker,
+            self.req_to_token_pool,
+            self.token_to_kv_pool_allocator,
+            self._penalties,
+            self.device,
+            self.on_host,
         )
         self._corpora = Corpora(self.planner.drafters.values())
         if self.on_host:
@@ -245,7 +246,7 @@ class SpeculativeWorker(BaseSpecWorker):
             record_stream_for_v2_verify(batch, None, stream)
         if not batch.forward_mode.is_decode():
             return self._prefill(batch, on_publish, pp_proxy_tensors)
-        look = self.planner.looks()
+        look = self.planner.looks() and not self._must_decode_plainly(batch)
         if self._goes_blind(batch, look):
             return self._decode_blindly(batch, on_publish)
         self._learn()
@@ -379,7 +380,7 @@ class SpeculativeWorker(BaseSpecWorker):
 
     def _plain_decode(self, step: "Step") -> StepResult:
         batch = step.batch
-        [roots] = self._to_device([step.plan.packed.tokens[:, 0]])
+        [roots] = self._batches.to_device([step.plan.packed.tokens[:, 0]])
         self._set_exact_penalties(batch, step.running)
         self.planner.note_look(time.perf_counter() - step.known_at)
         read = self.planner.reads(step.running)
@@ -426,7 +427,7 @@ class SpeculativeWorker(BaseSpecWorker):
         return self._result(logits, result.can_run_cuda_graph, tokens, lens, new_seq_lens, head)
 
     def _set_exact_penalties(self, batch, running: Sequence[RunningRequest]) -> None:
-        if any(penalties.is_penalized(r.req) for r in running):
+        if any(is_penalized(r.req) for r in running):
             additive, scaling = self._penalties.next_token(
                 batch.reqs, [r.draft.output for r in running]
             )
@@ -491,7 +492,7 @@ class SpeculativeWorker(BaseSpecWorker):
         width = packed.width
         start = time.perf_counter()
         read = self.planner.reads(step.running, step.trees, width)
-        verify_input, biased = self._prepare_verify(batch, step.plan)
+        verify_input, biased = self._batches.prepare(batch, step.plan)
         positions = verify_input.positions
         slots = batch.out_cache_loc
         nodes = packed.nodes() if self._ragged else None
@@ -507,9 +508,9 @@ class SpeculativeWorker(BaseSpecWorker):
                 put_padding_back(logits_output, packed, nodes)
                 nodes = None
             logits = logits_output.next_token_logits
-            self._adjust_logits(logits, batch, step.running, packed)
+            self._batches.adjust_logits(logits, batch, step.running, packed)
             accepted = self._accept(logits, batch, packed, verify_input, positions, nodes, biased)
-            self._commit(batch, accepted, width)
+            self._batches.commit(batch, accepted, width)
             if batch.return_logprob:
                 compute_spec_logprobs(
                     batch, logits_output, accepted.predict, accept_index=accepted.accept_index
@@ -536,90 +537,6 @@ class SpeculativeWorker(BaseSpecWorker):
             self._to_learn = LaunchedTrees(step.running, step.trees, packed, greedy, made)
         return made
 
-    def _prepare_verify(
-        self, batch: ScheduleBatch, plan: StepPlan
-    ) -> tuple[NgramVerifyInput, BiasedRows | None]:
-        """Make `batch` a verify batch; returns its input and the nodes that are biased."""
-        packed = plan.packed
-        bs, width = packed.tokens.shape
-        lens = batch.seq_lens_cpu.numpy()
-        mask_at = mask_starts(lens, width)
-        bias = plan.expected.arrays() if plan.expected is not None else []
-        tokens, positions, first, next_one, mask, starts, *rows = self._to_device(
-            [
-                packed.tokens.reshape(-1),
-                (lens[:, None] + packed.depths).reshape(-1),
-                packed.next_token,
-                packed.next_sibling,
-                packed.mask,
-                mask_at,
-                *bias,
-            ]
-        )
-        total = width * (int(lens.sum()) + bs * width)
-        verify_input = NgramVerifyInput(
-            draft_token=tokens,
-            custom_mask=(
-                mask.flatten() if self.on_host else full_mask(mask, batch.seq_lens, starts, total)
-            ),
-            positions=positions,
-            retrieve_index=torch.arange(bs * width, device=self.device).view(bs, width),
-            retrieve_next_token=first,
-            retrieve_next_sibling=next_one,
-            draft_token_num=width,
-        )
-        if not self.on_host:
-            encoder_decoder.keep_encoder_lens(verify_input, batch)
-        batch.forward_mode = ForwardMode.TARGET_VERIFY
-        batch.input_ids = tokens
-        begin = decoder_starts(batch)
-        keep_encoder_outputs(batch)
-        batch.out_cache_loc = assign_extend_cache_locs_func(
-            req_pool_indices=batch.req_pool_indices,
-            req_to_token=self.req_to_token_pool.req_to_token,
-            start_offset=begin,
-            end_offset=begin + width,
-            batch_size=bs,
-            draft_token_num=width,
-            device=self.device,
-        )
-        prepare_mamba_track_for_verify(batch)
-        batch.spec_info = verify_input
-        return verify_input, BiasedRows(*rows) if rows and len(rows[0]) else None
-
-    def _to_device(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        if self.on_host:
-            return [torch.from_numpy(array) for array in arrays]
-        return to_device(arrays, self.device)
-
-    def _adjust_logits(
-        self,
-        logits: torch.Tensor,
-        batch: ScheduleBatch,
-        running: Sequence[RunningRequest],
-        packed: PackedTrees,
-    ) -> None:
-        """Penalties, grammar, bias, in the order of SamplingBatchInfo.apply_logits_bias."""
-        if any(penalties.is_penalized(r.req) for r in running):
-            outputs = [r.draft.output for r in running]
-            self._penalties.apply_tree(logits, batch.reqs, outputs, packed)
-        if batch.has_grammar:
-            mask = build_grammar_vocab_mask(
-                reqs=batch.reqs,
-                tree=GrammarTree.from_host(
-                    torch.from_numpy(packed.next_token),
-                    torch.from_numpy(packed.next_sibling),
-                    torch.from_numpy(packed.tokens),
-                ),
-                sampling_info=batch.sampling_info,
-                device=self.device,
-                barrier=None,
-            )
-            if mask is not None:
-                mask.apply(logits)
-        if batch.sampling_info.logit_bias is not None:
-            logits += batch.sampling_info.logit_bias.repeat_interleave(packed.width, dim=0)
-
     def _accept(
         self, logits, batch, packed: PackedTrees, verify_input, positions, nodes, biased
     ) -> Accepted:
@@ -629,20 +546,6 @@ class SpeculativeWorker(BaseSpecWorker):
             return accept_on_host(logits, packed, info, positions, sampler, nodes, biased)
         group = get_parallel().tp_group
         return accept_on_device(logits, verify_input, info, positions, sampler, group, biased)
-
-    def _commit(self, batch: ScheduleBatch, accepted: Accepted, width: int) -> None:
-        """Bring the accepted nodes' KV to the front of each request's slots."""
-        commit_mamba_states_after_verify(
-            self._target_worker, batch, accepted.accept_lens, accepted.accept_index, width
-        )
-        if self.on_host and _in_place(accepted, width):
-            return
-        move_accept_tokens_to_target_kvcache(
-            batch,
-            accepted.accept_index,
-            accepted.accept_lens - 1,
-            self.token_to_kv_pool_allocator,
-        )
 
     def _result(
         self, logits_output, can_run_cuda_graph, accept_tokens, lens, new_seq_lens, head=None
@@ -677,11 +580,3 @@ class SpeculativeWorker(BaseSpecWorker):
 def runs_on_host(device: str) -> bool:
     """Whether a step's tensors can be read at any time, without waiting for a device."""
     return device == "cpu"
-
-
-def _in_place(accepted: Accepted, width: int) -> bool:
-    """Whether every accepted path is the first nodes of its tree, so that no KV moves."""
-    index = accepted.accept_index.numpy()
-    bs = len(index)
-    node = np.arange(width) + np.arange(bs)[:, None] * width
-    return bool(((index == node) | (index < 0)).all())

@@ -25,13 +25,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.emulation.overlap_loop import NoClock
-from sglang_ext import bias, penalties, worker
+from sglang_ext import bias, penalties, verify_batch, worker
 from sglang_ext.bias import Expected
 from sglang_ext.drafters import Bias
 from sglang_ext.penalties import DevicePenalties
 from sglang_ext.relay import StepResult
 from sglang_ext.step_plan import Step, StepPlan
 from sglang_ext.tree import TokenTree, pack
+from sglang_ext.verify_batch import VerifyBatches
 
 VOCAB, WIDTH, LENGTH = 1000, 8, 20
 NODES = (7, 3, 0)  # drafted for each of three requests
@@ -145,12 +146,19 @@ class FakeStep:
         made.device, made.on_host, made.enable_overlap = "cuda", False, True
         made.vocab_size, made.speculative_num_draft_tokens = VOCAB, WIDTH
         made.req_to_token_pool = SimpleNamespace(req_to_token=_on_device((9, 64), torch.int32))
-        made.token_to_kv_pool_allocator = None
         made._target_worker = SimpleNamespace(forward_batch_generation=self._forward)
         made.model_runner = SimpleNamespace(sampler=self._sampler)
         made._plans, made._to_learn, made._clock, made._graphs = True, None, NoClock(), None
         made._host_prefill, made._ragged = None, False
         made._penalties = DevicePenalties(VOCAB, "cuda", len(NODES))
+        made._batches = VerifyBatches(
+            made._target_worker,
+            made.req_to_token_pool,
+            None,
+            made._penalties,
+            "cuda",
+            on_host=False,
+        )
         made.planner = SimpleNamespace(
             reads=lambda *_: 0.0,
             note_look=lambda _: None,
@@ -296,13 +304,13 @@ def stand_ins(watch: Watch) -> Iterator[None]:
     with ExitStack() as stack:
         for target, name, value in [
             (worker, "get_parallel", lambda: parallel),
-            (worker, "to_device", watch.to_device),
+            (verify_batch, "to_device", watch.to_device),
             (bias, "to_device", watch.to_device),
             (penalties, "to_device", watch.to_device),
-            (worker, "assign_extend_cache_locs_func", _slots),
-            (worker, "prepare_mamba_track_for_verify", lambda _: None),
-            (worker, "commit_mamba_states_after_verify", lambda *_: None),
-            (worker, "move_accept_tokens_to_target_kvcache", lambda *_: None),
+            (verify_batch, "assign_extend_cache_locs_func", _slots),
+            (verify_batch, "prepare_mamba_track_for_verify", lambda _: None),
+            (verify_batch, "commit_mamba_states_after_verify", lambda *_: None),
+            (verify_batch, "move_accept_tokens_to_target_kvcache", lambda *_: None),
         ]:
             stack.enter_context(mock.patch.object(target, name, value))
         for name, value in [

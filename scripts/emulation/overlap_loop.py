@@ -28,7 +28,7 @@ from sglang.srt.managers.overlap_utils import FutureMap, RelayPayload
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
-from sglang_ext import drafting, worker
+from sglang_ext import drafting, verify_batch, worker
 from sglang_ext.cost_model import CostModel
 from sglang_ext.cuda.widths import default_widths
 from sglang_ext.disaggregation.handoff import first_draft_input
@@ -38,6 +38,7 @@ from sglang_ext.options import Options
 from sglang_ext.penalties import DevicePenalties
 from sglang_ext.relay import LastStep
 from sglang_ext.tree import TokenTree
+from sglang_ext.verify_batch import VerifyBatches
 
 VOCAB, WIDTH, ROWS, SLOTS, LONGEST = 50, 8, 10, 160, 40
 POISON = -1
@@ -264,12 +265,12 @@ class OverlapLoop:
         with ExitStack() as stack:
             spec = SimpleNamespace(speculative_num_draft_tokens=WIDTH)
             stack.enter_context(mock.patch.object(runtime_context, "get_spec", lambda: spec))
-            for name, value in {
-                "get_parallel": lambda: parallel,
-                "record_stream_for_v2_verify": lambda *_: None,
-                "prepare_mamba_track_for_verify": lambda _: None,
-            }.items():
-                stack.enter_context(mock.patch.object(worker, name, value))
+            for module, name, value in [
+                (worker, "get_parallel", lambda: parallel),
+                (worker, "record_stream_for_v2_verify", lambda *_: None),
+                (verify_batch, "prepare_mamba_track_for_verify", lambda _: None),
+            ]:
+                stack.enter_context(mock.patch.object(module, name, value))
             for _ in range(steps):
                 self._iterate()
             while self._queue:
@@ -299,8 +300,9 @@ class OverlapLoop:
         made._clock, made._graphs, made._host_prefill = NoClock(), None, None
         made._decode_blindly = self._counted(made._decode_blindly)
         made._penalties = DevicePenalties(VOCAB, "cpu", ROWS)
-        made._adjust_logits = lambda *_: None
-        made._commit = lambda *_: None
+        made._batches = VerifyBatches(None, pool, None, made._penalties, "cpu", on_host=False)
+        made._batches.adjust_logits = lambda *_: None
+        made._batches.commit = lambda *_: None
         made._ragged = False
         return made
 

@@ -1,0 +1,160 @@
+"""A decode batch as a verify batch: its tensors, the logits of its nodes, and the KV it leaves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from sglang.srt.speculative.spec_utils import (
+    GrammarTree,
+    build_grammar_vocab_mask,
+    commit_mamba_states_after_verify,
+    move_accept_tokens_to_target_kvcache,
+    prepare_mamba_track_for_verify,
+)
+
+from sglang_ext.bias import BiasedRows
+from sglang_ext.cuda import encoder_decoder
+from sglang_ext.cuda.staging import full_mask, mask_starts, to_device
+from sglang_ext.encoder_decoder import decoder_starts, keep_encoder_outputs
+from sglang_ext.penalties import DevicePenalties, is_penalized
+from sglang_ext.requests import RunningRequest
+from sglang_ext.step_plan import StepPlan
+from sglang_ext.tree import PackedTrees
+from sglang_ext.verify import Accepted
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+
+@dataclass
+class VerifyBatches:
+    """Makes verify batches of one target.
+
+    Attributes:
+        target: SGLang's worker.
+        pool: its request rows (ReqToTokenPool), int32[rows, slots] of KV slots.
+        allocator: of its KV pool.
+        penalties: of the running requests.
+        device: of the target.
+        on_host: whether its tensors are the host's.
+    """
+
+    target: "TpModelWorker"
+    pool: Any
+    allocator: Any
+    penalties: DevicePenalties
+    device: str
+    on_host: bool
+
+    def prepare(
+        self, batch: "ScheduleBatch", plan: StepPlan
+    ) -> tuple[NgramVerifyInput, BiasedRows | None]:
+        """Make `batch` a verify batch; returns its input and the nodes that are biased."""
+        packed = plan.packed
+        bs, width = packed.tokens.shape
+        lens = batch.seq_lens_cpu.numpy()
+        mask_at = mask_starts(lens, width)
+        bias = plan.expected.arrays() if plan.expected is not None else []
+        tokens, positions, first, next_one, mask, starts, *rows = self.to_device(
+            [
+                packed.tokens.reshape(-1),
+                (lens[:, None] + packed.depths).reshape(-1),
+                packed.next_token,
+                packed.next_sibling,
+                packed.mask,
+                mask_at,
+                *bias,
+            ]
+        )
+        total = width * (int(lens.sum()) + bs * width)
+        verify_input = NgramVerifyInput(
+            draft_token=tokens,
+            custom_mask=(
+                mask.flatten() if self.on_host else full_mask(mask, batch.seq_lens, starts, total)
+            ),
+            positions=positions,
+            retrieve_index=torch.arange(bs * width, device=self.device).view(bs, width),
+            retrieve_next_token=first,
+            retrieve_next_sibling=next_one,
+            draft_token_num=width,
+        )
+        if not self.on_host:
+            encoder_decoder.keep_encoder_lens(verify_input, batch)
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.input_ids = tokens
+        begin = decoder_starts(batch)
+        keep_encoder_outputs(batch)
+        batch.out_cache_loc = assign_extend_cache_locs_func(
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=self.pool.req_to_token,
+            start_offset=begin,
+            end_offset=begin + width,
+            batch_size=bs,
+            draft_token_num=width,
+            device=self.device,
+        )
+        prepare_mamba_track_for_verify(batch)
+        batch.spec_info = verify_input
+        return verify_input, BiasedRows(*rows) if rows and len(rows[0]) else None
+
+    def to_device(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """The arrays as the target's tensors."""
+        if self.on_host:
+            return [torch.from_numpy(array) for array in arrays]
+        return to_device(arrays, self.device)
+
+    def adjust_logits(
+        self,
+        logits: torch.Tensor,
+        batch: "ScheduleBatch",
+        running: Sequence[RunningRequest],
+        packed: PackedTrees,
+    ) -> None:
+        """Penalties, grammar, bias, in the order of SamplingBatchInfo.apply_logits_bias."""
+        if any(is_penalized(r.req) for r in running):
+            outputs = [r.draft.output for r in running]
+            self.penalties.apply_tree(logits, batch.reqs, outputs, packed)
+        if batch.has_grammar:
+            mask = build_grammar_vocab_mask(
+                reqs=batch.reqs,
+                tree=GrammarTree.from_host(
+                    torch.from_numpy(packed.next_token),
+                    torch.from_numpy(packed.next_sibling),
+                    torch.from_numpy(packed.tokens),
+                ),
+                sampling_info=batch.sampling_info,
+                device=self.device,
+                barrier=None,
+            )
+            if mask is not None:
+                mask.apply(logits)
+        if batch.sampling_info.logit_bias is not None:
+            logits += batch.sampling_info.logit_bias.repeat_interleave(packed.width, dim=0)
+
+    def commit(self, batch: "ScheduleBatch", accepted: Accepted, width: int) -> None:
+        """Bring the accepted nodes' KV to the front of each request's slots."""
+        commit_mamba_states_after_verify(
+            self.target, batch, accepted.accept_lens, accepted.accept_index, width
+        )
+        if self.on_host and _in_place(accepted, width):
+            return
+        move_accept_tokens_to_target_kvcache(
+            batch,
+            accepted.accept_index,
+            accepted.accept_lens - 1,
+            self.allocator,
+        )
+
+
+def _in_place(accepted: Accepted, width: int) -> bool:
+    """Whether every accepted path is the first nodes of its tree, so that no KV moves."""
+    index = accepted.accept_index.numpy()
+    bs = len(index)
+    node = np.arange(width) + np.arange(bs)[:, None] * width
+    return bool(((index == node) | (index < 0)).all())
