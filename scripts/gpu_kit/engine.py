@@ -1,0 +1,180 @@
+"""SGLang in this process (sgl.Engine), started with flags as a server is, and probed."""
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.gpu_kit import probe
+from sglang_ext import options
+from sglang_ext.cpu.install import wants_cpu_engine
+
+# A bare machine's defaults: everything that the phases need, nothing kept between requests.
+COMMON = [
+    "--disable-radix-cache",
+    "--max-running-requests", "64",
+    "--random-seed", "0",
+    "--log-level", "error",
+]  # fmt: skip
+ON_GPU = ["--mem-fraction-static", "0.7", "--cuda-graph-max-bs", "64", "--context-length", "16384"]
+# What the dry run's machine can spare; its other flags are those of a server on a CPU.
+ON_CPU = ["--max-total-tokens", "16384"]
+# Taken from `env_options` and not from whatever this process was started with.
+SPECULATION = ("--speculative-algorithm", "SSSD")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request's output.
+
+    Attributes:
+        tokens: token ids.
+        text: the same, decoded.
+        steps: verify steps it took; 0 without speculation.
+        logprobs: of the tokens, where asked for.
+    """
+
+    tokens: list[int]
+    text: str
+    steps: int
+    logprobs: list[float] | None
+
+
+class Engine:
+    """One model loaded once; a context manager.
+
+    Args:
+        model: folder of the checkpoint.
+        flags: `sglang serve`'s, over COMMON.
+        env_options: sglang-ext's options by name (drafter, budget, oracle_file, ...).
+    """
+
+    def __init__(
+        self, model: Path, flags: Sequence[str] = (), env_options: Mapping[str, str] | None = None
+    ):
+        self._saved = dict(os.environ)
+        for name, value in (env_options or {}).items():
+            os.environ[options.env_name(name)] = value
+        self._folder = tempfile.TemporaryDirectory(prefix="gpu-kit-", ignore_cleanup_errors=True)
+        try:
+            self._engine = _start(["--model-path", str(model), *COMMON, *flags])
+        except BaseException:
+            self._restore()
+            raise
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.shutdown()
+        self._restore()
+
+    def _restore(self) -> None:
+        os.environ.clear()
+        os.environ.update(self._saved)
+        self._folder.cleanup()
+
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        at_once: int = 0,
+        apart_s: float = 0.0,
+        **request: Any,
+    ) -> list[Answer]:
+        """Every prompt's output, in order.
+
+        Args:
+            sampling: SGLang's sampling_params, of all or of each.
+            at_once: requests in flight at most; 0: all.
+            apart_s: seconds between one request's arrival and the next's.
+            request: further fields of SGLang's GenerateReqInput, the same for all.
+        """
+        each = [sampling] * len(prompts) if isinstance(sampling, Mapping) else list(sampling)
+        gate = asyncio.Semaphore(at_once or len(prompts))
+
+        async def one(number: int) -> Any:
+            await asyncio.sleep(number * apart_s)
+            async with gate:
+                return await self._engine.async_generate(
+                    input_ids=list(prompts[number]), sampling_params=dict(each[number]), **request
+                )
+
+        async def every() -> list[Any]:
+            return await asyncio.gather(*(one(n) for n in range(len(prompts))))
+
+        return [_answer(found) for found in self._engine.loop.run_until_complete(every())]
+
+    def begin(self, what: str) -> None:
+        """Have the probe note `steps`, `logits` or `syncs` from now on."""
+        self._engine.collective_rpc("gpu_kit", name=what)
+
+    def noted(self, what: str) -> Any:
+        """What the probe noted since `begin`; it stops."""
+        path = Path(self._folder.name) / f"{what}.json"
+        self._engine.collective_rpc("gpu_kit", name=what, path=str(path))
+        return json.loads(path.read_text())
+
+    def trace(self, path: Path, steps: int) -> None:
+        """Trace the next decode steps into `path`."""
+        self._engine.collective_rpc("gpu_kit", name="trace", path=str(path), steps=steps)
+
+    def largest_logits(self, contexts: Sequence[Sequence[int]]) -> list[dict[int, float]]:
+        """The largest logits of the token after each context, read in prefills one by one."""
+        self.begin("logits")
+        for context in contexts:
+            self.answers([context], {"max_new_tokens": 1, "temperature": 0.0})
+        rows = self.noted("logits")
+        return [{int(token): value for token, value in row.items()} for row in rows]
+
+
+def greedy(tokens: int, **further: Any) -> dict[str, Any]:
+    """sampling_params of a greedy answer of a fixed length."""
+    return {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0.0} | further
+
+
+def _answer(found: Mapping[str, Any]) -> Answer:
+    meta = found["meta_info"]
+    kept = meta.get("output_token_logprobs")
+    return Answer(
+        list(found["output_ids"]),
+        found["text"],
+        int(meta.get("spec_verify_ct") or 0),
+        [entry[0] for entry in kept] if kept else None,
+    )
+
+
+def _start(flags: list[str]) -> Any:
+    from sglang.srt.entrypoints.engine import Engine as SglangEngine
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    class Probed(SglangEngine):
+        run_scheduler_process_func = staticmethod(probe.run_scheduler)
+
+    if wants_cpu_engine():
+        from sglang_ext.cpu.defaults import default_cpu_args
+
+        flags = [*flags, *ON_CPU]
+        flags += default_cpu_args(flags)
+    else:
+        flags = [*_defaults(flags, ON_GPU), *flags]
+    load_plugins()
+    server_args = prepare_server_args(flags)
+    return Probed(server_args=server_args)
+
+
+def _defaults(flags: Sequence[str], pairs: Sequence[str]) -> list[str]:
+    """The `pairs` of flag and value whose flag is not among `flags`."""
+    given = set(flags)
+    return [
+        word
+        for name, value in zip(pairs[::2], pairs[1::2], strict=True)
+        if name not in given
+        for word in (name, value)
+    ]

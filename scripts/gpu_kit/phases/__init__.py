@@ -1,0 +1,1 @@
+"""The phases, one a file: PARTS holds what runs in a process of its own, in order."""

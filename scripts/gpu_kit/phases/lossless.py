@@ -1,0 +1,232 @@
+"""Phase 3: greedy output with speculation against plain SGLang's, up to ties of the arithmetic.
+
+Every configuration is loaded once, in a process of its own, and answers the same traffic. Where an
+answer parts from plain SGLang's, the last part replays the shared context through plain SGLang and
+looks at the two tokens' logits: within two bfloat16 steps of each other it is a tie.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.gpu_kit.engine import SPECULATION, Answer, Engine, greedy
+from scripts.gpu_kit.kit import Kit, Part
+from scripts.gpu_kit.planted import with_wrong_tokens
+from scripts.gpu_kit.ties import first_difference, judge
+
+USES_ENGINE = True
+# Rejected now and then, so that trees branch off and KV moves.
+ORACLE_RIGHT = 0.8
+DRAFTERS = ("random", "oracle", "sssd")
+# Largest difference of a token's logprob that rounding explains.
+LOGPROB_ERROR = 0.1
+# Beside plain greedy decoding; what changes the logits cannot be replayed without it.
+FEATURES: dict[str, dict[str, Any]] = {
+    "penalties": {
+        "frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.15,
+    },
+    "grammar": {"regex": "[a-h]{1,200}"},
+    "stop string": {"stop": ["b"], "ignore_eos": True},
+}  # fmt: skip
+BASE_FLAGS = ["--enable-custom-logit-processor", "--attention-backend", "flashinfer"]
+
+Answers = dict[str, list[Answer]]
+
+
+def sizes(kit: Kit) -> tuple[int, int]:
+    """Prompts and tokens per answer."""
+    return (6, 24) if kit.emulated else (32, 96)
+
+
+def prompts(kit: Kit) -> list[list[int]]:
+    """Of different lengths, some longer than a chunk of the Triton kernels."""
+    count, _ = sizes(kit)
+    return [kit.rule.prompt(24 + 37 * (n % 9), n) for n in range(count)]
+
+
+def plain(part: Part) -> None:
+    """The reference, and how often it contradicts itself at another batch size."""
+    part.kit.make_model()
+    with Engine(part.kit.model, _flags(part.kit)) as engine:
+        answers = _ask(part, engine, {})
+        alone = _alone(part.kit, engine)
+    part.kit.keep("lossless-plain", _as_json(answers))
+    _, tokens = sizes(part.kit)
+    rule = part.kit.rule
+    wrong = [
+        n
+        for n, (prompt, answer) in enumerate(
+            zip(prompts(part.kit), answers["staggered"], strict=True)
+        )
+        if answer.tokens != rule.continuation(prompt, tokens)
+    ]
+    part.result("plain against the planted rule", not wrong, answers=len(answers["staggered"]),
+                differ=len(wrong))  # fmt: skip
+    _note_divergences(part, "plain at batch 1", answers, {"staggered": alone})
+
+
+def _alone(kit: Kit, engine: Engine) -> list[Answer]:
+    count = min(4, sizes(kit)[0])
+    return engine.answers(prompts(kit)[:count], greedy(sizes(kit)[1]), at_once=1)
+
+
+def speculative(part: Part) -> None:
+    """Every drafter, overlap and graphs on as by default."""
+    _speculate(part, "overlap, graphs", DRAFTERS, [])
+
+
+def without_overlap(part: Part) -> None:
+    """The same, each step's results processed before the next step."""
+    _speculate(part, "no overlap", ("random", "oracle"), ["--disable-overlap-schedule"])
+
+
+def without_graphs(part: Part) -> None:
+    """The same, every step launched kernel by kernel."""
+    _speculate(part, "no graphs", ("random", "oracle"), ["--disable-cuda-graph"])
+
+
+def _speculate(part: Part, label: str, drafters: Sequence[str], flags: list[str]) -> None:
+    kit = part.kit
+    kit.make_model()
+    options = {
+        "budget": "fixed",
+        "drafters": "random,oracle",
+        "oracle_file": str(_oracle(kit)),
+        "bigram_seconds": "0",
+    }
+    with Engine(kit.model, [*_flags(kit), *SPECULATION, *flags], options) as engine:
+        for drafter in drafters:
+            with part.attempt(f"{label}, {drafter}"):
+                answers = _ask(part, engine, {"drafter": drafter})
+                alone = _alone(kit, engine)
+                answers["staggered, batch 1"] = alone
+                _note_divergences(part, f"{label}, {drafter}", _plain(kit), answers)
+
+
+def plain_again(part: Part) -> None:
+    """Plain SGLang loaded once more: its own divergences, then the replay of every one."""
+    kit = part.kit
+    with Engine(kit.model, _flags(kit)) as engine:
+        _note_divergences(part, "plain again", _plain(kit), _ask(part, engine, {}))
+        noted = kit.kept("lossless-divergences") or {}
+        allowed = max(
+            (len(found["at"]) for label, found in noted.items() if label.startswith("plain")),
+            default=0,
+        )
+        for label, found in noted.items():
+            with part.attempt(f"divergences: {label}"):
+                _replay(part, engine, label, found, allowed)
+
+
+def _replay(part: Part, engine: Engine, label: str, found: dict[str, Any], allowed: int) -> None:
+    plainly = [place for place in found["at"] if not place["feature"]]
+    rows = engine.largest_logits([place["context"] for place in plainly])
+    judged = [
+        judge(place["at"], place["tokens"], row) for place, row in zip(plainly, rows, strict=True)
+    ]
+    own = label.startswith("plain")
+    # What a feature changed in the logits is not in the replay: there the count alone decides.
+    enough = own or len(found["at"]) <= max(allowed, len(judged))
+    part.result(
+        f"divergences: {label}",
+        all(divergence.is_tie for divergence in judged) and enough,
+        answers=found["answers"],
+        divergences=len(found["at"]),
+        plain_divergences=allowed,
+        not_replayed=[p["feature"] for p in found["at"] if p["feature"]],
+        gaps=[round(d.gap, 4) for d in judged],
+        ulps=[round(d.ulps, 2) if d.ulps < 1e6 else None for d in judged],
+        largest_ulps=max((d.ulps for d in judged if d.ulps < 1e6), default=0.0),
+    )
+
+
+def _ask(part: Part, engine: Engine, params: dict[str, Any]) -> Answers:
+    """The traffic: arrivals apart, and each feature among plain requests."""
+    from scripts.gpu_kit.processors import BanFirstCandidates
+
+    kit = part.kit
+    _, tokens = sizes(kit)
+    given = {"custom_params": params} if params else {}
+    every = prompts(kit)
+    answers = {"staggered": engine.answers(every, greedy(tokens, **given), apart_s=0.02)}
+    few = every[: max(4, len(every) // 4)]
+    for name, feature in FEATURES.items():
+        sampling = [greedy(tokens, **given) | (feature if n % 2 else {}) for n in range(len(few))]
+        answers[name] = engine.answers(few, sampling)
+    answers["logprobs"] = engine.answers(few, greedy(tokens, **given), return_logprob=True)
+    processed = greedy(tokens) | {"custom_params": params | {"banned": [ord("a"), ord("c")]}}
+    answers["logit processor"] = engine.answers(
+        few, processed, custom_logit_processor=BanFirstCandidates.to_str()
+    )
+    return answers
+
+
+def _note_divergences(part: Part, label: str, expected: Answers, got: Answers) -> None:
+    """Report a configuration's counts, and leave its divergences for the replay."""
+    places, total, steps, written = [], 0, 0, 0
+    differences: list[float] = []
+    for case, answers in got.items():
+        reference = expected[case.partition(",")[0]]
+        for prompt, ours, theirs in zip(prompts(part.kit), answers, reference, strict=False):
+            total += 1
+            steps += ours.steps
+            written += len(ours.tokens) if ours.steps else 0
+            at = first_difference(ours.tokens, theirs.tokens)
+            if ours.logprobs and theirs.logprobs and at is None:
+                pairs = zip(ours.logprobs, theirs.logprobs, strict=True)
+                differences += [abs(a - b) for a, b in pairs]
+            if at is None:
+                continue
+            pair = [a.tokens[at] for a in (ours, theirs) if at < len(a.tokens)]
+            feature = case if case not in ("staggered", "staggered, batch 1", "logprobs") else ""
+            context = [*prompt, *theirs.tokens[:at]]
+            places.append({"at": at, "tokens": pair, "context": context, "feature": feature})
+    noted = part.kit.kept("lossless-divergences") or {}
+    part.kit.keep("lossless-divergences", noted | {label: {"answers": total, "at": places}})
+    part.result(
+        f"answers: {label}",
+        max(differences, default=0.0) <= LOGPROB_ERROR,
+        answers=total,
+        divergences=len(places),
+        accept_length=round(written / steps, 2) if steps else None,
+        logprobs_compared=len(differences),
+        largest_logprob_difference=max(differences, default=0.0),
+    )
+
+
+def _flags(kit: Kit) -> list[str]:
+    return ["--enable-custom-logit-processor"] if kit.emulated else BASE_FLAGS
+
+
+def _oracle(kit: Kit) -> Path:
+    """Known outputs with a share of wrong drafts, for the drafter 'oracle'."""
+    _, tokens = sizes(kit)
+    path = Path(kit.work) / "lossless-oracle.jsonl"
+    lines = []
+    for n, prompt in enumerate(prompts(kit)):
+        output = kit.rule.continuation(prompt, tokens + 32)
+        draft = with_wrong_tokens(output, ORACLE_RIGHT, kit.shape.vocab, seed=n)
+        lines.append(json.dumps({"prompt": prompt, "output": output, "draft": draft}))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def _plain(kit: Kit) -> Answers:
+    kept = kit.kept("lossless-plain")
+    if kept is None:
+        raise RuntimeError("plain SGLang's answers are missing: the part 'plain' did not end")
+    return {case: [Answer(**answer) for answer in answers] for case, answers in kept.items()}
+
+
+def _as_json(answers: Answers) -> dict[str, list[dict[str, Any]]]:
+    return {case: [vars(answer) for answer in found] for case, found in answers.items()}
+
+
+PARTS = {
+    "plain": plain,
+    "speculative": speculative,
+    "without_overlap": without_overlap,
+    "without_graphs": without_graphs,
+    "plain_again": plain_again,
+}
