@@ -92,7 +92,9 @@ class Verify:
             expected = self.expected(request)
             scale = expected.abs().max().item()
             rows = got[request * self.width :][: self.width].float()
-            worst = max(worst, (rows - expected).abs().max().item() / scale)
+            # An output that is not a number is as wrong as can be; max() would pass over it.
+            error = (rows - expected).abs().nan_to_num(torch.inf).max().item() / scale
+            worst = max(worst, error)
             flipped = self.tree[request].copy()
             flipped[self.width - 1, 0] ^= True
             other = self.expected(request, flipped)

@@ -2,7 +2,9 @@
 
 Every configuration is loaded once, in a process of its own, and answers the same traffic. Where an
 answer parts from plain SGLang's, the last part replays the shared context through plain SGLang and
-looks at the two tokens' logits: within two bfloat16 steps of each other it is a tie.
+looks at the two tokens' logits, penalties and the like applied: within two bfloat16 steps of the
+best one both are ties. Where nothing but the model decides, its gaps are so wide that there may be
+no more divergences than plain SGLang has from itself.
 """
 
 import json
@@ -10,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.gpu_kit import features
 from scripts.gpu_kit.engine import SPECULATION, Answer, Engine, greedy
 from scripts.gpu_kit.kit import Kit, Part
 from scripts.gpu_kit.planted import with_wrong_tokens
@@ -21,14 +24,6 @@ ORACLE_RIGHT = 0.8
 DRAFTERS = ("random", "oracle", "sssd")
 # Largest difference of a token's logprob that rounding explains.
 LOGPROB_ERROR = 0.1
-# Beside plain greedy decoding; what changes the logits cannot be replayed without it.
-FEATURES: dict[str, dict[str, Any]] = {
-    "penalties": {
-        "frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.15,
-    },
-    "grammar": {"regex": "[a-h]{1,200}"},
-    "stop string": {"stop": ["b"], "ignore_eos": True},
-}  # fmt: skip
 BASE_FLAGS = ["--enable-custom-logit-processor", "--attention-backend", "flashinfer"]
 
 Answers = dict[str, list[Answer]]
@@ -111,7 +106,11 @@ def plain_again(part: Part) -> None:
         _note_divergences(part, "plain again", _plain(kit), _ask(part, engine, {}))
         noted = kit.kept("lossless-divergences") or {}
         allowed = max(
-            (len(found["at"]) for label, found in noted.items() if label.startswith("plain")),
+            (
+                sum(not place["feature"] for place in found["at"])
+                for label, found in noted.items()
+                if label.startswith("plain")
+            ),
             default=0,
         )
         for label, found in noted.items():
@@ -120,21 +119,22 @@ def plain_again(part: Part) -> None:
 
 
 def _replay(part: Part, engine: Engine, label: str, found: dict[str, Any], allowed: int) -> None:
-    plainly = [place for place in found["at"] if not place["feature"]]
-    rows = engine.largest_logits([place["context"] for place in plainly])
+    places = found["at"]
+    rows = engine.largest_logits([[*place["prompt"], *place["output"]] for place in places])
     judged = [
-        judge(place["at"], place["tokens"], row) for place, row in zip(plainly, rows, strict=True)
+        judge(p["at"], p["tokens"], features.adjusted(r, p["feature"], p["output"], part.kit.shape))
+        for p, r in zip(places, rows, strict=True)
     ]
-    own = label.startswith("plain")
-    # What a feature changed in the logits is not in the replay: there the count alone decides.
-    enough = own or len(found["at"]) <= max(allowed, len(judged))
+    unaided = sum(not place["feature"] for place in places)
     part.result(
         f"divergences: {label}",
-        all(divergence.is_tie for divergence in judged) and enough,
+        all(divergence.is_tie for divergence in judged)
+        and (label.startswith("plain") or unaided <= allowed),
         answers=found["answers"],
-        divergences=len(found["at"]),
+        divergences=len(places),
+        unaided_divergences=unaided,
         plain_divergences=allowed,
-        not_replayed=[p["feature"] for p in found["at"] if p["feature"]],
+        features=[place["feature"] for place in places],
         gaps=[round(d.gap, 4) for d in judged],
         ulps=[round(d.ulps, 2) if d.ulps < 1e6 else None for d in judged],
         largest_ulps=max((d.ulps for d in judged if d.ulps < 1e6), default=0.0),
@@ -151,12 +151,12 @@ def _ask(part: Part, engine: Engine, params: dict[str, Any]) -> Answers:
     every = prompts(kit)
     answers = {"staggered": engine.answers(every, greedy(tokens, **given), apart_s=0.02)}
     few = every[: max(4, len(every) // 4)]
-    for name, feature in FEATURES.items():
+    for name, feature in features.sampling(kit.shape).items():
         sampling = [greedy(tokens, **given) | (feature if n % 2 else {}) for n in range(len(few))]
         answers[name] = engine.answers(few, sampling)
     answers["logprobs"] = engine.answers(few, greedy(tokens, **given), return_logprob=True)
-    processed = greedy(tokens) | {"custom_params": params | {"banned": [ord("a"), ord("c")]}}
-    answers["logit processor"] = engine.answers(
+    processed = greedy(tokens) | {"custom_params": params | {"banned": list(features.BANNED)}}
+    answers[features.PROCESSOR] = engine.answers(
         few, processed, custom_logit_processor=BanFirstCandidates.to_str()
     )
     return answers
@@ -168,7 +168,7 @@ def _note_divergences(part: Part, label: str, expected: Answers, got: Answers) -
     differences: list[float] = []
     for case, answers in got.items():
         reference = expected[case.partition(",")[0]]
-        for prompt, ours, theirs in zip(prompts(part.kit), answers, reference, strict=False):
+        for number, (ours, theirs) in enumerate(zip(answers, reference, strict=False)):
             total += 1
             steps += ours.steps
             written += len(ours.tokens) if ours.steps else 0
@@ -179,9 +179,9 @@ def _note_divergences(part: Part, label: str, expected: Answers, got: Answers) -
             if at is None:
                 continue
             pair = [a.tokens[at] for a in (ours, theirs) if at < len(a.tokens)]
-            feature = case if case not in ("staggered", "staggered, batch 1", "logprobs") else ""
-            context = [*prompt, *theirs.tokens[:at]]
-            places.append({"at": at, "tokens": pair, "context": context, "feature": feature})
+            place = {"at": at, "tokens": pair, "prompt": prompts(part.kit)[number]}
+            feature = feature_of(case, number)
+            places.append(place | {"output": theirs.tokens[:at], "feature": feature})
     noted = part.kit.kept("lossless-divergences") or {}
     part.kit.keep("lossless-divergences", noted | {label: {"answers": total, "at": places}})
     part.result(
@@ -193,6 +193,13 @@ def _note_divergences(part: Part, label: str, expected: Answers, got: Answers) -
         logprobs_compared=len(differences),
         largest_logprob_difference=max(differences, default=0.0),
     )
+
+
+def feature_of(case: str, number: int) -> str:
+    """The feature of a case's request; every second one is plain in all but the processor's."""
+    with_features = case == features.PROCESSOR or number % 2 == 1
+    unaided = case.startswith(("staggered", "logprobs"))
+    return case if with_features and not unaided else ""
 
 
 def _flags(kit: Kit) -> list[str]:

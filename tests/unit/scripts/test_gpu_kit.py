@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.gpu_kit import carry, runner, schedule
+from scripts.gpu_kit import carry, features, runner, schedule
 from scripts.gpu_kit.attention import RELATIVE_ERROR, Verify
 from scripts.gpu_kit.checkpoint import SHAPES, lag_vectors, rope_angles, write
 from scripts.gpu_kit.kit import Kit, Part
 from scripts.gpu_kit.lines import FAILED, NAME, PASSED, Lines
 from scripts.gpu_kit.phases.latency import summary
+from scripts.gpu_kit.phases.lossless import feature_of
 from scripts.gpu_kit.phases.sampling import filtered
 from scripts.gpu_kit.planted import with_wrong_tokens
 from scripts.gpu_kit.probe import compress_trace
@@ -255,6 +256,30 @@ def test_one_wrong_bit_of_a_mask_is_more_than_rounding_in_every_step():
         assert error < RELATIVE_ERROR < felt
         step.tree[0, 7, 0] ^= True
         assert step.errors(right)[0] > RELATIVE_ERROR
+
+
+def test_an_output_that_is_not_a_number_is_an_error():
+    step = Verify.random([37], 8, 4, 2, 64, "cpu", seed=1)
+    broken = step.expected(0)
+    broken[3, 0, 0] = float("nan")
+    assert step.errors(broken)[0] == float("inf")
+
+
+def test_logits_are_adjusted_as_sglangs_sampler_does():
+    logits = {ord("a"): 20.0, ord("b"): -4.0, ord("p"): 6.0, 300: 1.0}
+    penalized = features.adjusted(logits, "penalties", [ord("a")] * 3 + [ord("b")], TINY)
+    assert penalized[ord("a")] == pytest.approx((20 - 2.0 * 3 - 1.0) / 1.3)
+    assert penalized[ord("b")] == pytest.approx((-4 - 2.0 - 1.0) * 1.3)
+    assert penalized[ord("p")] == 6.0
+    assert list(features.adjusted(logits, "grammar", [], TINY)) == [ord("a"), ord("b")]
+    assert ord("a") not in features.adjusted(logits, features.PROCESSOR, [], TINY)
+    assert features.adjusted(logits, "stop string", [], TINY) == logits
+
+
+def test_every_second_request_of_a_feature_is_plain():
+    assert feature_of("grammar", 0) == "" and feature_of("grammar", 1) == "grammar"
+    assert feature_of(features.PROCESSOR, 0) == features.PROCESSOR
+    assert feature_of("staggered, batch 1", 1) == feature_of("logprobs", 1) == ""
 
 
 def test_a_steps_times_come_from_whole_steps_alone():
