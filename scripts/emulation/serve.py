@@ -1,6 +1,6 @@
 """`sglang-ext serve` on the CPU whose steps take the CUDA path.
 
-    python -m scripts.emulation.serve serve --model NAME [flags of sglang-ext serve]
+python -m scripts.emulation.serve serve --model NAME [flags of sglang-ext serve]
 """
 
 # SGLang spawns its processes, which import this module again: so this is installed in all of them.

@@ -1,0 +1,199 @@
+"""A real SGLang server on the CPU that takes the CUDA path, against plain SGLang on the CPU.
+
+The emulated server has overlap scheduling on, FlashInfer's backend over emulated wrappers, and our
+worker as on a device (device_path.py). Plain SGLang is the CPU server that users have: attention
+backend tree_cpu, no overlap. Answers are compared token by token; jobs join and leave batches of
+up to eight, features and drafters mixed. Where an answer differs, plain SGLang is asked again,
+alone: if it contradicts itself, the answer proves nothing, and is counted as excluded.
+
+    python -m scripts.emulation.emulated_server [--quick] [--json FILE]
+"""
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from scripts.emulation import cases
+from scripts.emulation.traffic import Job, ask, difference, first_difference, run
+from scripts.figures import parser, report
+from scripts.prompts import MODEL, spec_bench
+from scripts.server import Server
+
+IN_FLIGHT = 8
+_CHUNKS = ["--chunked-prefill-size", str(cases.CHUNK)]
+# Requests are let in although the pool cannot hold what they may come to need.
+_TIGHT = ["--max-total-tokens", str(cases.POOL), "--schedule-conservativeness", "0.05"]
+_SSSD = ["--speculative-algorithm", "SSSD", "--enable-metrics"]
+_IDLE_S = 120
+_RUNNING = re.compile(r"^sglang:num_running_reqs\{.*\} (\S+)$", re.M)
+
+
+class EmulatedServer(Server):
+    """One server process group that takes the CUDA path; arguments as Server's.
+
+    Without --speculative-algorithm it is plain SGLang over the same attention, overlap on.
+    """
+
+    def __init__(self, model: str, args: Sequence[str] = (), **options: Any):
+        super().__init__(model, args, **options)
+        self._command[self._command.index("sglang_ext.cli")] = "scripts.emulation.serve"
+
+    def settings(self) -> dict[str, Any]:
+        """What SGLang says of its arguments."""
+        return requests.get(f"{self.base_url}/server_info", timeout=60).json()
+
+
+def plain_server(name: str = "plain") -> Server:
+    """Plain SGLang on the CPU, prefills in the same chunks; not started."""
+    return Server(MODEL, _CHUNKS, name=name)
+
+
+def emulated_server(oracle: Path | None = None, *more: str) -> EmulatedServer:
+    """The emulated server with every drafter of cases.py, a tight KV pool; not started."""
+    drafters = ["--drafters", "random,ssbd"]
+    if oracle is not None:
+        drafters = ["--drafters", "random,ssbd,oracle", "--oracle-file", str(oracle)]
+    flags = [*_SSSD, *drafters, *_CHUNKS, *_TIGHT, *more]
+    return EmulatedServer(MODEL, flags, name="emulated")
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Servers that start within it compute with one thread: two of them share the machine."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def emulated_figures(quick: bool) -> dict[str, float]:
+    """Ask both servers everything, print what differs, and count.
+
+    Returns:
+        emulated_prompts, emulated_answers, emulated_mismatches (the prompts under every drafter),
+        emulated_mismatches_FEATURE for each feature, emulated_excluded (plain SGLang contradicts
+        itself), emulated_retractions, emulated_stuck (requests that run on after all have ended).
+    """
+    prompts = spec_bench(MODEL, max_prompt_tokens=80 if quick else 120)[: 6 if quick else 104]
+    jobs = cases.make_cases(prompts, 16 if quick else 32, 1 if quick else 3)
+    # For its length it needs prompts of its own: a batch of eight at once, at the end.
+    long = cases.retraction_jobs(spec_bench(MODEL, max_prompt_tokens=120)[:8])
+    with one_thread(), plain_server() as plain, tempfile.TemporaryDirectory() as folder:
+        expected = [
+            answer
+            for part in (jobs, long)
+            for answer in _timed("plain", plain, part, drafted=False)
+        ]
+        jobs += long
+        oracle = Path(folder) / "truth.jsonl"
+        oracle.write_text("\n".join(cases.oracle_lines(jobs, expected)))
+        with emulated_server(oracle) as emulated:
+            check_settings(emulated)
+            got = [
+                answer
+                for part in (jobs[: -len(long)], long)
+                for answer in _timed("emulated", emulated, part, drafted=True)
+            ]
+            stuck = left_running(emulated)
+            retracted = retractions(emulated)
+        figures = _count(plain, jobs, got, expected)
+    return {
+        "emulated_prompts": len(prompts),
+        **figures,
+        "emulated_retractions": retracted,
+        "emulated_stuck": stuck,
+    }
+
+
+def check_settings(server: EmulatedServer) -> None:
+    """Make sure that it is what it is to emulate.
+
+    Raises:
+        RuntimeError: overlap scheduling is off, or another backend serves attention.
+    """
+    settings = server.settings()
+    if settings["disable_overlap_schedule"] or settings["attention_backend"] != "flashinfer":
+        raise RuntimeError(
+            f"the emulated server runs with {settings['attention_backend']}, overlap "
+            f"{'off' if settings['disable_overlap_schedule'] else 'on'}"
+        )
+
+
+def left_running(server: Server) -> float:
+    """Requests that still run although every client has its answer or has gone."""
+    deadline = time.monotonic() + _IDLE_S
+    while (running := _running(server)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return running
+
+
+def _running(server: Server) -> float:
+    text = requests.get(f"{server.base_url}/metrics", timeout=60).text
+    return sum(float(value) for value in _RUNNING.findall(text))
+
+
+def retractions(server: Server) -> int:
+    """How often it took requests out of the batch for want of KV room."""
+    return server.log.read_text(errors="replace").count("Retract requests")
+
+
+def _timed(label: str, server: Server, jobs: Sequence[Job], *, drafted: bool) -> list[Any]:
+    start = time.perf_counter()
+    answers = run(server.base_url, jobs, drafted=drafted, in_flight=IN_FLIGHT)
+    print(f"{label}: {len(jobs)} jobs, {time.perf_counter() - start:.0f} s", flush=True)
+    return answers
+
+
+def _count(
+    plain: Server, jobs: Sequence[Job], got: Sequence[Any], expected: Sequence[Any]
+) -> dict[str, float]:
+    """Mismatches by feature; a job that differs is asked of plain SGLang again, alone."""
+    counts = {name: 0 for name in dict.fromkeys(job.feature for job in jobs)}
+    excluded = 0
+    for number, (job, ours, theirs) in enumerate(zip(jobs, got, expected, strict=True)):
+        wrong = difference(job, ours, theirs)
+        if wrong is None:
+            continue
+        if not _same_ids(ask(plain.base_url, job, drafted=False), theirs):
+            excluded += 1
+            print(f"    #{number} {job.name} {wrong}: excluded, so does plain SGLang")
+            continue
+        counts[job.feature] += 1
+        print(f"    #{number} {job.name} {wrong}")
+    drafted = counts.pop("prompts")
+    return {
+        "emulated_answers": len(jobs),
+        "emulated_mismatches": drafted,
+        **{f"emulated_mismatches_{name}": count for name, count in counts.items()},
+        "emulated_excluded": excluded,
+    }
+
+
+def _same_ids(a: Any, b: Any) -> bool:
+    if isinstance(a, list):
+        return all(_same_ids(x, y) for x, y in zip(a, b, strict=True))
+    return first_difference(a["output_ids"], b["output_ids"]) is None
+
+
+def main() -> int:
+    options = parser(__doc__).parse_args()
+    figures = emulated_figures(options.quick)
+    report(figures, options.json)
+    return int(any(value for name, value in figures.items() if "mismatches" in name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
