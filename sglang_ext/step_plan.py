@@ -9,14 +9,14 @@ import numpy.typing as npt
 import torch
 
 from sglang_ext.bias import Expected
-from sglang_ext.relay import StepResult
-from sglang_ext.requests import RunningRequest
 from sglang_ext.tree import PackedTrees, TokenTree, linked
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     from sglang_ext.host_prefill import KnownHead
+    from sglang_ext.relay import StepResult
+    from sglang_ext.requests import RunningRequest
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Step:
     """
 
     batch: "ScheduleBatch"
-    running: Sequence[RunningRequest]
+    running: "Sequence[RunningRequest]"
     trees: Sequence[TokenTree]
     plan: StepPlan
     head: "KnownHead | None"
@@ -93,11 +93,11 @@ class LaunchedTrees:
         result: whose `learned` comes to the host.
     """
 
-    running: Sequence[RunningRequest]
+    running: "Sequence[RunningRequest]"
     trees: Sequence[TokenTree]
     packed: PackedTrees
     greedy: bool
-    result: StepResult
+    result: "StepResult"
 
 
 def array_size(bs: int, width: int, biased: bool) -> int:

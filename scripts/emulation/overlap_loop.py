@@ -483,9 +483,16 @@ def relay_as_it_stands(last: LastStep, batch: Any) -> list[list[int]]:
 
 
 def overlap_figures(
-    schedules: int, lacking: Callable[[LastStep, Any], list[list[int]]] | None = None
+    schedules: int,
+    iterations: int = 60,
+    lacking: Callable[[LastStep, Any], list[list[int]]] | None = None,
 ) -> dict[str, float]:
     """Run random schedules.
+
+    Args:
+        schedules: how many.
+        iterations: of the loop, in each.
+        lacking: see OverlapLoop.
 
     Returns:
         wrong_outputs (of a request, as a drafter or a client sees it), wrong_roots, wrong_learned,
@@ -496,7 +503,7 @@ def overlap_figures(
     for seed in range(schedules):
         loop = OverlapLoop(seed, lacking)
         try:
-            loop.run(60)
+            loop.run(iterations)
         except (AssertionError, RuntimeError):
             if lacking is None:
                 raise

@@ -5,6 +5,7 @@ about it (the fields of sglang_ext.cuda.backends.TargetFacts that are true).
 """
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,12 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any], frozenset[str]]] = {
         {"sliding_window": 4096},
         frozenset({"window"}),
     ),
-    "gemma-2": ("gemma2", "Gemma2ForCausalLM", {"sliding_window": 4096}, frozenset({"window"})),
+    "gemma-2": (
+        "gemma2",
+        "Gemma2ForCausalLM",
+        {"sliding_window": 4096, "hidden_act": "gelu_pytorch_tanh"},
+        frozenset({"window"}),
+    ),
     "gemma-3": (
         "gemma3_text",
         "Gemma3ForCausalLM",
@@ -106,3 +112,12 @@ def model_config(kind: str, folder: Path, **changes: Any) -> Any:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(_PLAIN | config | differences | changes))
     return ModelConfig(str(path))
+
+
+def wrong_targets() -> list[str]:
+    """Targets with a window, latent attention or sinks that FlashInfer would verify, by name."""
+    from sglang_ext.cuda.backends import facts_of, reaches_flashinfer
+
+    with tempfile.TemporaryDirectory() as folder:
+        facts = [facts_of(model_config(kind, Path(folder))) for kind in KINDS]
+    return reaches_flashinfer(facts)

@@ -19,7 +19,7 @@ def test_no_schedule_of_the_overlap_loop_gives_a_wrong_root_or_output():
 
 
 def test_a_relay_that_is_taken_as_it_stands_is_noticed():
-    figures = overlap_figures(5, relay_as_it_stands)
+    figures = overlap_figures(5, lacking=relay_as_it_stands)
     assert figures["schedules_hit"] == 5
     assert figures["wrong_outputs"] > 0 and figures["wrong_roots"] > 0
 
