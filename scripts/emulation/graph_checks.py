@@ -1,11 +1,12 @@
-"""Graphs by width, checked with SGLang's real model runner, FlashInfer backend and graph runners.
+"""Graphs by width, checked with SGLang's real model runner, attention backend and graph runners.
 
     python -m scripts.emulation.graph_checks --json FILE
+    TRITON_INTERPRET=1 python -m scripts.emulation.graph_checks --backend triton --steps 16
 
-A small Llama with random weights runs random steps, one after the other with random widths and
-batch sizes: under the graphs of their width (graphs.py, over emulated FlashInfer kernels), and
-eagerly as plain SGLang would run them. Both must give the same logits. That width 1 is plain
-decoding and that no width disturbs another's tables follows.
+A small target with random weights runs random steps, one after the other with random widths and
+batch sizes: under the graphs of their width (graphs.py, over emulated FlashInfer kernels or over
+Triton's in its interpreter), and eagerly as plain SGLang would run them. Both must give the same
+logits. That width 1 is plain decoding and that no width disturbs another's tables follows.
 """
 
 from sglang_ext.cpu.install import install as install_cpu_engine
@@ -14,6 +15,7 @@ install_cpu_engine()
 
 import argparse  # noqa: E402
 import json  # noqa: E402
+import os  # noqa: E402
 import tempfile  # noqa: E402
 from collections import Counter  # noqa: E402
 from contextlib import ExitStack  # noqa: E402
@@ -30,15 +32,23 @@ FULL_WIDTH, MAX_REQUESTS, SLOTS = 8, 6, 2000
 # A batch of 3 requests runs in the graph of 4, batches of 5 and 6 run eagerly.
 CAPTURED_BATCHES = [1, 2, 4]
 PREFIX = 40
+WINDOW = 16  # of targets that have one; shorter than most prefixes
 
 
-def model_runner(folder: Path) -> Any:
-    """SGLang's ModelRunner of a small Llama on the CPU, its own graphs captured as on CUDA.
+def model_runner(folder: Path, kind: str = "llama", backend: str = "flashinfer") -> Any:
+    """SGLang's ModelRunner of a small target on the CPU, its own graphs captured as on CUDA.
 
     It publishes SGLang's configuration, so a process can make one only.
+
+    Args:
+        folder: where the target's configuration is written.
+        kind: of target, one of targets.KINDS whose model runs on SGLang's CPU engine.
+        backend: its attention backend, flashinfer or triton.
     """
     flashinfer.install(allow_float32=True, compute_dtype=torch.float64)
     graphs.install()
+    if backend == "triton":
+        _install_triton()
     from sglang.srt import runtime_context
     from sglang.srt.distributed.bootstrap import init_parallel_runtime
     from sglang.srt.managers.tp_worker import TpModelWorker
@@ -47,17 +57,18 @@ def model_runner(folder: Path) -> Any:
     from sglang.srt.utils.network import get_free_port
 
     from sglang_ext import cpu, plugin
+    from sglang_ext.cuda.backends import prepare
 
     cpu.register()
     SpeculativeAlgorithm.register(
         plugin.ALGORITHM, supports_overlap=True, spec_class=plugin._host_drafted_algorithm()
     )(plugin._worker_class)
     args = ServerArgs(
-        model_path=targets.model_config("llama", folder).model_path,
+        model_path=_config(kind, folder).model_path,
         device="cpu",
         dtype="float32",
         load_format="dummy",
-        attention_backend="flashinfer",
+        attention_backend=backend,
         sampling_backend="pytorch",
         speculative_algorithm=plugin.ALGORITHM,
         speculative_num_draft_tokens=FULL_WIDTH,
@@ -76,8 +87,25 @@ def model_runner(folder: Path) -> Any:
         weight.data.normal_(0, 0.3)
     worker.alloc_memory_pool()
     worker.init_attention_backends()
+    prepare(worker.model_runner.attn_backend, worker.model_runner)
     worker.init_cuda_graphs()
     return worker.model_runner
+
+
+def _config(kind: str, folder: Path) -> Any:
+    windows = "window" in targets.facts_expected(kind)
+    return targets.model_config(kind, folder, **({"sliding_window": WINDOW} if windows else {}))
+
+
+def _install_triton() -> None:
+    """Let TritonAttnBackend run without CUDA; its masks are laid out as on CUDA."""
+    from sglang.srt.layers.attention import triton_backend, verify_mask
+    from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("set TRITON_INTERPRET=1 before triton is imported")
+    triton_backend.get_device_core_count = lambda _: 0
+    verify_mask.default_tree_mask_mode = lambda: TreeMaskMode.FULL_MASK
 
 
 class Steps:
@@ -188,7 +216,7 @@ def _eagerly(runner: Any, batch: Any) -> torch.Tensor:
         runner.decode_cuda_graph_runner = before
 
 
-def run(steps: int) -> dict[str, Any]:
+def run(steps: int, kind: str = "llama", backend: str = "flashinfer") -> dict[str, Any]:
     """Capture every width and check it; once in a process.
 
     Returns:
@@ -202,7 +230,7 @@ def run(steps: int) -> dict[str, Any]:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(torch.no_grad())
-        runner = model_runner(Path(folder))
+        runner = model_runner(Path(folder), kind, backend)
         by_width = WidthGraphs(runner, Options())
         result = check(runner, by_width, steps)
         result["padded_batches"] = [by_width.padded_batch(n + 1) for n in range(MAX_REQUESTS + 1)]
@@ -221,9 +249,11 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--target", default="llama", choices=("llama", "gemma-2", "gemma-3"))
+    parser.add_argument("--backend", default="flashinfer", choices=("flashinfer", "triton"))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    text = json.dumps(run(args.steps), indent=2)
+    text = json.dumps(run(args.steps, args.target, args.backend), indent=2)
     if args.json:
         args.json.write_text(text)
     print(text)
