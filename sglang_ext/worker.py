@@ -122,6 +122,7 @@ class SpeculativeWorker(BaseSpecWorker):
             tokenizer_fingerprint=fingerprint(self._target_worker.tokenizer),
             eos_token_ids=frozenset(self.model_runner.model_config.hf_eos_token_id or ()),
             model_path=self.model_runner.model_config.model_path,
+            device=self.device,
         )
         costs = costs_of(self.model_runner, get_parallel().tp_size)
         # What a prefill server reads is drafted for where it is decoded.

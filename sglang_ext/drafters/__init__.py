@@ -84,6 +84,7 @@ class DrafterContext:
         tokenizer_fingerprint: identifies the tokenizer; stores built for another are refused.
         eos_token_ids: tokens that end an output.
         model_path: folder or hub id of the target, its tokenizer included.
+        device: torch's name of the target's device, where a draft model may run as well.
     """
 
     vocab_size: int
@@ -91,6 +92,7 @@ class DrafterContext:
     tokenizer_fingerprint: str = ""
     eos_token_ids: frozenset[int] = frozenset()
     model_path: str = ""
+    device: str = "cpu"
     loaded: dict[str, "Drafter"] = field(default_factory=dict, compare=False)
     """The server's drafters so far, by name: see `load`."""
 

@@ -38,7 +38,7 @@ class WhisperDrafter:
         try:
             folder = models.resolve(name)
             vocabularies = Vocabularies(_target_vocabulary(context), Vocabulary.load(folder))
-            model = DraftWhisper.load(folder)
+            model = DraftWhisper.load(folder, device=context.device)
         except (models.ModelError, OSError, ValueError) as error:
             raise DrafterError(f"drafter specasr, draft model {name!r}: {error}") from error
         self._defaults = server_options(context.options)

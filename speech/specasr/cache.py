@@ -18,8 +18,9 @@ class DraftCache:
     """K and V of one request.
 
     Attributes:
-        keys, values: float32 [layers, heads, capacity, head_dim], of the decoder's tokens.
-        cross_keys, cross_values: float32 [layers, heads, frames, head_dim], of the audio.
+        keys, values: float [layers, heads, capacity, head_dim], of the decoder's tokens.
+        cross_keys, cross_values: float [layers, heads, frames, head_dim], of the audio; the others
+            have their dtype and device.
         tokens: the token of each slot in use.
         depths: the position of each slot's token in its sequence.
     """
@@ -28,8 +29,8 @@ class DraftCache:
         self.cross_keys = cross_keys
         self.cross_values = cross_values
         layers, heads, _, head_dim = cross_keys.shape
-        self.keys = torch.zeros(layers, heads, _FIRST_CAPACITY, head_dim)
-        self.values = torch.zeros(layers, heads, _FIRST_CAPACITY, head_dim)
+        self.keys = cross_keys.new_zeros(layers, heads, _FIRST_CAPACITY, head_dim)
+        self.values = cross_keys.new_zeros(layers, heads, _FIRST_CAPACITY, head_dim)
         self.visible = np.zeros((_FIRST_CAPACITY, _FIRST_CAPACITY), dtype=bool)
         self.tokens: list[int] = []
         self.depths: list[int] = []
@@ -59,7 +60,7 @@ class DraftCache:
             self._is_chain &= parent == slot - 1
 
     def mask(self, first: int) -> torch.Tensor | None:
-        """bool [n - first, n]: what the slots from `first` on see; None: everything."""
+        """bool [n - first, n] on the host: what the slots from `first` on see; None: everything."""
         length = len(self.tokens)
         if self._is_chain and first == length - 1:
             return None

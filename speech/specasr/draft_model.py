@@ -1,4 +1,4 @@
-"""A small Whisper's inference on the CPU, as fast per decoder step as torch's kernels allow.
+"""A small Whisper's inference, as fast per decoder step as torch's kernels allow.
 
 The decoder runs the new tokens of several requests in one pass: linear layers over all of them,
 attention request by request over its own cache (cache.py), so nothing is padded.
@@ -77,6 +77,7 @@ class DraftWhisper:
 
     def __init__(self, shape: WhisperShape, weights: Weights) -> None:
         self.shape = shape
+        self._dtype = weights.dtype
         self._convs = [
             (weights.take(f"encoder.conv{i}.weight"), weights.take(f"encoder.conv{i}.bias"))
             for i in (1, 2)
@@ -105,18 +106,24 @@ class DraftWhisper:
         self._head = weights.head()
 
     @classmethod
-    def load(cls, folder: Path | str, precision: str = "int8") -> "DraftWhisper":
+    def load(
+        cls, folder: Path | str, precision: str | None = None, device: str = "cpu"
+    ) -> "DraftWhisper":
         """Load a Hugging Face Whisper folder.
 
         Args:
             folder: with config.json and *.safetensors.
-            precision: of the linear layers: "int8" or "float32".
+            precision: of the linear layers: "int8" (on a CPU only), "float32" or "float16"; None:
+                int8 on a CPU, float16 elsewhere.
+            device: torch's name of where it computes; `encode` and `step` take and give what is
+                on the host all the same.
 
         Raises:
             ValueError: the folder holds no Whisper.
         """
         folder = Path(folder)
-        return cls(WhisperShape.read(folder), Weights(folder, precision))
+        precision = precision or ("int8" if device == "cpu" else "float16")
+        return cls(WhisperShape.read(folder), Weights(folder, precision, device))
 
     @property
     def max_positions(self) -> int:
@@ -131,7 +138,8 @@ class DraftWhisper:
 
         Args:
             margin: encoder frames of padding that are seen, at most.
-            features: float32 [mel_bins, frames], log-mel, at most two frames per source position.
+            features: float32 [mel_bins, frames] on the host, log-mel, at most two frames per
+                source position.
 
         Raises:
             ValueError: the shape is another.
@@ -142,7 +150,8 @@ class DraftWhisper:
                 f"features are {bins} x {frames}; the draft model takes {self.shape.mel_bins} mel "
                 f"bins x 1 to {2 * self.shape.source_positions} frames"
             )
-        x = features[None, :, : audio_frames(features, 2 * margin)].float()
+        heard = features[None, :, : audio_frames(features, 2 * margin)]
+        x = heard.to(self._embeddings.device, self._dtype, non_blocking=True)
         x = F.gelu(F.conv1d(x, *self._convs[0], padding=1))
         x = F.gelu(F.conv1d(x, *self._convs[1], stride=2, padding=1))[0].T
         x = x + self._encoder_positions[: len(x)]
@@ -167,7 +176,7 @@ class DraftWhisper:
             feeds: what to add to each.
 
         Returns:
-            float32 [tokens of all feeds, vocab_size], in the feeds' order.
+            float [tokens of all feeds, vocab_size] on the model's device, in the feeds' order.
         """
         firsts, tokens, depths = [], [], []
         for cache, feed in zip(caches, feeds, strict=True):
@@ -175,8 +184,13 @@ class DraftWhisper:
             cache.append(feed.tokens, feed.parents)
             tokens += cache.tokens[firsts[-1] :]
             depths += cache.depths[firsts[-1] :]
-        masks = [cache.mask(first) for cache, first in zip(caches, firsts, strict=True)]
-        x = self._embeddings[tokens] + self._positions[depths]
+        masks = [
+            None if mask is None else mask.to(self._embeddings.device, non_blocking=True)
+            for mask in (cache.mask(first) for cache, first in zip(caches, firsts, strict=True))
+        ]
+        places = torch.tensor([tokens, depths])
+        token, depth = places.to(self._embeddings.device, non_blocking=True)
+        x = self._embeddings[token] + self._positions[depth]
         for index, layer in enumerate(self._decoder_layers):
             x = x + self._self_attention(x, layer, index, caches, firsts, masks)
             x = x + self._cross_attention(x, layer, index, caches, firsts)
@@ -187,9 +201,14 @@ class DraftWhisper:
     def step(self, caches: Sequence[DraftCache], feeds: Sequence[Feed]) -> list[list[Prediction]]:
         """`logits`, as the TOP_K likeliest tokens after each token fed, one list per feed."""
         with _threads(1 if sum(len(f.tokens) for f in feeds) <= SINGLE_THREAD_TOKENS else None):
-            probs, tokens = self.logits(caches, feeds).softmax(dim=-1).topk(TOP_K)
-            chances = sharpened(probs)
-        rows = list(map(Prediction, tokens.tolist(), probs.tolist(), chances.tolist()))
+            logits = self.logits(caches, feeds).float()
+            probs, tokens = logits.softmax(dim=-1).topk(TOP_K)
+            # One readback; every token id is a float32.
+            found = torch.stack((tokens.float(), probs, sharpened(probs))).tolist()
+        rows = [
+            Prediction(list(map(int, ids)), likely, chances)
+            for ids, likely, chances in zip(*found, strict=True)
+        ]
         predictions, row = [], 0
         for feed in feeds:
             predictions.append(rows[row : row + len(feed.tokens)])

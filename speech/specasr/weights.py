@@ -1,8 +1,9 @@
-"""A Whisper's weights on the CPU, as the draft model's fast products want them.
+"""A Whisper's weights, as the draft model's fast products want them.
 
 int8: weights quantized per output channel, activations at run time (torch's quantized kernels:
 fbgemm, or oneDNN where the CPU has VNNI). A decoder step reads every weight once, so a quarter of
 the bytes is most of a step's time; a drafter need not be exact. float32: packed once for oneDNN.
+float16: as they are, for GPUs.
 """
 
 import json
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
-PRECISIONS = ("int8", "float32")
+PRECISIONS = ("int8", "float32", "float16")
 
 
 @dataclass(frozen=True)
@@ -61,15 +62,22 @@ class WhisperShape:
 
 
 class Weights:
-    """The float32 tensors of a folder's safetensors files, by transformers' names.
+    """The tensors of a folder's safetensors files, by transformers' names.
+
+    Args:
+        folder: with *.safetensors.
+        precision: of the linear layers, one of PRECISIONS; float16 is that of all tensors.
+        device: where they go; int8 needs "cpu".
 
     Raises:
         ValueError: the folder has no such file, or `take` asks for a tensor that is not there.
     """
 
-    def __init__(self, folder: Path, precision: str = "int8") -> None:
+    def __init__(self, folder: Path, precision: str = "int8", device: str = "cpu") -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision {precision!r}: expected one of {', '.join(PRECISIONS)}")
+        if precision == "int8" and device != "cpu":
+            raise ValueError(f"precision int8 has products for device cpu only, not for {device}")
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise ValueError(f"{folder} has no *.safetensors file with the draft model's weights")
@@ -78,13 +86,21 @@ class Weights:
         for file in files:
             self._tensors |= load_file(file)
         self._precision = precision
+        self._device = device
+        self.dtype = torch.float16 if precision == "float16" else torch.float32
 
     def take(self, name: str) -> torch.Tensor:
-        """The tensor `name`, float32."""
+        """The tensor `name` on the device, of `dtype`."""
+        return self._placed(self._stored(name))
+
+    def _stored(self, name: str) -> torch.Tensor:
         for known in (name, f"model.{name}"):
             if known in self._tensors:
-                return self._tensors[known].float().contiguous()
+                return self._tensors[known].float()
         raise ValueError(f"{self._folder} has no weights named {name!r}")
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, self.dtype).contiguous()
 
     def norm(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Weight and bias of a LayerNorm."""
@@ -92,25 +108,33 @@ class Weights:
 
     def linear(self, *names: str, scale_first: float = 1.0) -> Linear:
         """The product with the named layers' weights, stacked; the first one's output scaled."""
-        weights = [self.take(f"{name}.weight") for name in names]
+        weights = [self._stored(f"{name}.weight") for name in names]
         biases = [
-            torch.zeros(len(weight)) if name.endswith("k_proj") else self.take(f"{name}.bias")
+            torch.zeros(len(weight)) if name.endswith("k_proj") else self._stored(f"{name}.bias")
             for name, weight in zip(names, weights, strict=True)
         ]
         weights[0], biases[0] = weights[0] * scale_first, biases[0] * scale_first
-        return packed_linear(torch.cat(weights), torch.cat(biases), self._precision)
+        return self._linear(torch.cat(weights), torch.cat(biases))
 
     def head(self) -> Linear:
         """The product that gives logits: the token embeddings, no bias."""
-        embeddings = self.take("decoder.embed_tokens.weight")
-        return packed_linear(embeddings, torch.zeros(len(embeddings)), self._precision)
+        embeddings = self._stored("decoder.embed_tokens.weight")
+        return self._linear(embeddings, torch.zeros(len(embeddings)))
+
+    def _linear(self, weight: torch.Tensor, bias: torch.Tensor) -> Linear:
+        return packed_linear(self._placed(weight), self._placed(bias), self._precision)
 
 
 def packed_linear(weight: torch.Tensor, bias: torch.Tensor, precision: str) -> Linear:
-    """x float32 [n, K] -> x @ weight.T + bias, float32 [n, N], with `weight` [N, K] packed once."""
+    """x [n, K] -> x @ weight.T + bias, [n, N], with `weight` [N, K] packed once.
+
+    Args:
+        weight, bias: float32, or float16 where that is the precision; so are x and the product.
+    """
     if precision == "int8":
         return _int8_linear(weight, bias)
-    if not torch.backends.mkldnn.is_available():
+    unpacked = precision == "float16" or weight.device.type != "cpu"
+    if unpacked or not torch.backends.mkldnn.is_available():
         return lambda x: F.linear(x, weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

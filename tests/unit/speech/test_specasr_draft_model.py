@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from speech.specasr import weights
 from speech.specasr.draft_model import DraftWhisper, Feed, audio_frames
 from speech.specasr.simulate import greedy_output
 from tests.unit.speech.specasr_models import FRAMES, MEL_BINS, POSITIONS, random_whisper
@@ -116,6 +119,35 @@ def test_int8_is_close(folder, reference):
     logits = model.logits([model.encode(features)], [Feed.chain(tokens, -1)])
     right = expected(reference, features, tokens)
     assert (logits - right).norm() < 0.1 * right.norm()
+
+
+def test_float16_is_close_and_stays_so(folder, reference):
+    features, tokens = audio(), [1, 5, 9, 40, 7]
+    model = DraftWhisper.load(folder, "float16")
+    cache = model.encode(features)
+    logits = model.logits([cache], [Feed.chain(tokens, -1)])
+    assert {t.dtype for t in (logits, cache.keys, cache.cross_keys)} == {torch.float16}
+    right = expected(reference, features, tokens)
+    assert (logits.float() - right).norm() < 0.01 * right.norm()
+
+
+def test_on_a_gpu_nothing_of_it_is_on_the_host(folder, monkeypatch):
+    [file] = folder.glob("*.safetensors")
+    stored = load_file(file)  # which fake tensors cannot
+    monkeypatch.setattr(weights, "load_file", lambda _: stored)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = DraftWhisper.load(folder, device="cuda")
+        cache = model.encode(audio())
+        model.logits([cache], [Feed.chain([1, 5, 9], -1)])
+        # With branches, so that there is a mask.
+        logits = model.logits([cache, model.encode(audio(1))], [Feed([2, 3], [2, 1])] * 2)
+        for tensor in (logits, cache.keys, cache.cross_values):
+            assert (tensor.device.type, tensor.dtype) == ("cuda", torch.float16)
+
+
+def test_int8_is_for_cpus(folder):
+    with pytest.raises(ValueError, match="int8 has products for device cpu only, not for cuda"):
+        DraftWhisper.load(folder, "int8", "cuda")
 
 
 def test_silence_behind_the_audio_is_left_out():
