@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from speech.specasr import weights
+from speech.specasr import draft_model, weights
 from speech.specasr.draft_model import DraftWhisper, Feed, audio_frames
 from speech.specasr.simulate import greedy_output
 from tests.unit.speech.specasr_models import FRAMES, MEL_BINS, POSITIONS, random_whisper
@@ -135,6 +135,7 @@ def test_on_a_gpu_nothing_of_it_is_on_the_host(folder, monkeypatch):
     [file] = folder.glob("*.safetensors")
     stored = load_file(file)  # which fake tensors cannot
     monkeypatch.setattr(weights, "load_file", lambda _: stored)
+    monkeypatch.setattr(draft_model, "audio_frames", lambda *_: FRAMES)  # reads the host's values
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = DraftWhisper.load(folder, device="cuda")
         cache = model.encode(audio())
