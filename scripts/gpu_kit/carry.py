@@ -39,8 +39,13 @@ PREBUILT = "flashinfer/data/aot"
 # package -> what of it is left out (patterns of paths inside it).
 PACKAGES: dict[str, tuple[str, ...]] = {
     "sglang": ("multimodal_gen/*", "test/*", "benchmark/*", "kernels/jit/benchmark/*"),
+    # Headers stay: on Hopper, FlashInfer compiles its kernel for prompts over CUTLASS's.
     "flashinfer": (
-        "data/csrc/*/*", "data/cutlass/*", "data/cccl/*", "data/build_*", "data/aot/*",
+        "data/csrc/*/*", "data/build_*", "data/aot/*",
+        "data/cutlass/examples/*", "data/cutlass/python/*", "data/cutlass/test/*",
+        "data/cutlass/tools/util/scripts/*",
+        "data/cccl/benchmarks/*", "data/cccl/ci/*", "data/cccl/cudax/*", "data/cccl/docs/*",
+        "data/cccl/python/*", "data/cccl/cub/benchmarks/*", "data/cccl/libcudacxx/test/*",
     ),
     "sgl_kernel": ("*.so", "sm100/*"),
 }  # fmt: skip
@@ -133,10 +138,10 @@ def collect(folder: Path, prebuilt: Path | None) -> list[Item]:
 
 
 def archive(items: Iterable[Item]) -> bytes:
-    """A tar of the items under xz -9; the same items give the same bytes."""
+    """A tar of the items under xz -6; the same items give the same bytes."""
     buffer = io.BytesIO()
     with (
-        lzma.open(buffer, "wb", preset=9) as compressed,
+        lzma.open(buffer, "wb", preset=6) as compressed,
         tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as tar,
     ):
         for item in sorted(items, key=lambda item: item.name):

@@ -6,12 +6,15 @@ target's forward pass to the end of what the step launched (device, CUDA events)
 what the device waits for: wall minus device.
 """
 
+import importlib.util
 import itertools
 import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from scripts.gpu_kit.engine import SPECULATION, Engine, greedy
 from scripts.gpu_kit.kit import Kit, Part
@@ -23,18 +26,23 @@ BATCHES, CPU_BATCHES = (1, 16, 64, 4, 32, 8, 48, 2), (1, 2)
 ACCEPTANCES = (0.8, 0.0, 1.0, 0.5)
 PROMPT_TOKENS = 256
 TOKENS, CPU_TOKENS = 96, 16
+# The configurations that others are compared with.
+PLAIN = ("plain", "plain, flashinfer")
 # Left for the engine's end.
 CLOSING_S = 6.0
 
 
 def plain(part: Part) -> None:
     """Plain SGLang as its users start it (FA3 on Hopper)."""
-    _plainly(part, "plain", [])
+    if not part.kit.emulated and not has_fa3():
+        part.not_run("plain", "sgl_kernel's flash_ops, SGLang's default on Hopper, is not here")
+        return
+    _plainly(part, PLAIN[0], [])
 
 
 def plain_flashinfer(part: Part) -> None:
     """Plain SGLang on the attention backend that verification uses."""
-    _plainly(part, "plain, flashinfer", ["--attention-backend", "flashinfer"])
+    _plainly(part, PLAIN[1], ["--attention-backend", "flashinfer"])
 
 
 def ngram(part: Part) -> None:
@@ -70,9 +78,9 @@ def _plainly(part: Part, label: str, flags: list[str]) -> None:
     with Engine(part.kit.model, flags) as engine:
         for batch in _batches(part.kit):
             figures = _measure(part, engine, label, batch, None)
-            if figures is not None and label == "plain":
-                kept = part.kit.kept("latency-plain") or {}
-                part.kit.keep("latency-plain", kept | {str(batch): figures["token_ms"]})
+            if figures is not None:
+                kept = part.kit.kept(f"latency-{label}") or {}
+                part.kit.keep(f"latency-{label}", kept | {str(batch): figures["token_ms"]})
 
 
 def _speculate(part: Part, label: str, width: int, budget: str) -> None:
@@ -139,12 +147,31 @@ def _measure(
         engine.begin("steps")
         answers = engine.answers(prompts, sampling)
         figures = summary(engine.noted("steps"), batch, sum(len(a.tokens) for a in answers))
-        against = (part.kit.kept("latency-plain") or {}).get(str(batch))
-        if against and label != "plain":
-            figures["speed_vs_plain"] = round(against / figures["token_ms"], 3)
+        figures |= (
+            _against_plain(part.kit, batch, figures["token_ms"]) if label not in PLAIN else {}
+        )
         part.result(case, True, batch=batch, acceptance=acceptance, **figures)
         return figures
     return None
+
+
+def _against_plain(kit: Kit, batch: int, token_ms: float) -> dict[str, float]:
+    """Speed against each plain configuration that was measured."""
+    found = {}
+    for field, label in (("speed_vs_plain", PLAIN[0]), ("speed_vs_flashinfer", PLAIN[1])):
+        theirs = (kit.kept(f"latency-{label}") or {}).get(str(batch))
+        if theirs:
+            found[field] = round(theirs / token_ms, 3)
+    return found
+
+
+def has_fa3() -> bool:
+    """Whether sgl_kernel has the library of FlashAttention 3, or the GPU does not take it."""
+    if torch.cuda.get_device_capability(0)[0] != 9:
+        return True
+    spec = importlib.util.find_spec("sgl_kernel")
+    places = spec.submodule_search_locations if spec is not None else None
+    return any(list(Path(place).glob("flash_ops.*")) for place in places or [])
 
 
 def summary(steps: Sequence[dict[str, Any]], batch: int, tokens: int) -> dict[str, Any]:

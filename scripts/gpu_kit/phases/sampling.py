@@ -32,7 +32,7 @@ def nodes(part: Part) -> None:
     """Chi-square of each case and drafter."""
     kit = part.kit
     kit.make_model()
-    samples = 320 if kit.emulated else 4096
+    samples = 160 if kit.emulated else 4096
     # One prompt a case, so that `sssd` learns from samples of the same distribution.
     prompts = [kit.rule.prompt(30 + n, 900 + n) for n in range(len(CASES))]
     path = Path(kit.work) / "sampling-oracle.jsonl"

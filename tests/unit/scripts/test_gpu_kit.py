@@ -372,6 +372,7 @@ def test_of_a_package_caches_tests_and_large_libraries_stay_behind():
     patterns = carry.PACKAGES["flashinfer"]
     assert carry.is_left_out("data/csrc/fused_moe/a.cu", patterns)
     assert not carry.is_left_out("data/csrc/batch_prefill.cu", patterns)
+    assert not carry.is_left_out("data/cutlass/include/cute/layout.hpp", patterns)
 
 
 def test_every_wheel_to_bring_is_locked():

@@ -1,0 +1,43 @@
+"""The kit's figures for scripts/check_cuda_path.py: what is carried, and the dry run's phases."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from scripts.gpu_kit.lines import NAME, PASSED
+from scripts.gpu_kit.schedule import SECONDS
+
+# Far more than it takes on two quiet cores, for machines that others use too.
+MINUTES, QUICK_MINUTES = 20, 8
+LONGEST_LISTING_S = 900
+
+
+def kit_figures(quick: bool) -> dict[str, float]:
+    """Run `--list-carry` and `--dry-run`.
+
+    Returns:
+        carry_mib; kit_phases, how many the kit has; kit_phases_passed and kit_cases of the dry run;
+        kit_emulated_lines, those of its lines that say so.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        listed = Path(folder) / "carry.json"
+        _kit("--list-carry", "--json", str(listed), timeout=LONGEST_LISTING_S)
+        carry_mib = json.loads(listed.read_text())["figures"]["carry_mib"]
+        minutes = QUICK_MINUTES if quick else MINUTES
+        _kit("--dry-run", "--out", folder, "--minutes", str(minutes), timeout=60 * minutes + 60)
+        lines = [json.loads(line) for line in (Path(folder) / NAME).read_text().splitlines()]
+    phases = [line for line in lines if "case" not in line]
+    return {
+        "carry_mib": carry_mib,
+        "kit_phases": len(SECONDS),
+        "kit_phases_passed": sum(line["status"] == PASSED for line in phases),
+        "kit_cases": len(lines) - len(phases),
+        "kit_emulated_lines": sum(line["emulated"] is True for line in lines) / len(lines),
+    }
+
+
+def _kit(*arguments: str, timeout: float) -> None:
+    """The kit's exit code is not looked at: what failed is in its lines."""
+    subprocess.run([sys.executable, "-m", "scripts.gpu_kit", *arguments], timeout=timeout)
