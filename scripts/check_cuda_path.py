@@ -30,7 +30,7 @@ AT_LEAST = {
     "schedules": 1000, "model_min_ratio_vs_plain": 0.97, "model_min_ratio_vs_best_fixed": 0.98,
     "dry_run_phases": 6,
 }  # fmt: skip
-EMULATED_PROMPTS = {False: 100, True: 20}
+EMULATED_PROMPTS = {False: 100, True: 6}
 
 
 def host_costs(quick: bool) -> Figures:

@@ -141,7 +141,8 @@ def test_on_a_gpu_nothing_of_it_is_on_the_host(folder, monkeypatch):
         cache = model.encode(audio())
         model.logits([cache], [Feed.chain([1, 5, 9], -1)])
         # With branches, so that there is a mask.
-        logits = model.logits([cache, model.encode(audio(1))], [Feed([2, 3], [2, 1])] * 2)
+        feeds = [Feed([2, 3], [2, 1]), Feed.chain([4, 5], -1)]
+        logits = model.logits([cache, model.encode(audio(1))], feeds)
         for tensor in (logits, cache.keys, cache.cross_values):
             assert (tensor.device.type, tensor.dtype) == ("cuda", torch.float16)
 
