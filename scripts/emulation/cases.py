@@ -12,8 +12,8 @@ DRAFTERS = ("sssd", "random", "oracle")
 # Prefills of more are split; a long prompt below has several times as many.
 CHUNK = 128
 # Eight of the long outputs below need more, so that requests are retracted.
-POOL = 2048
-LONG_OUTPUT = 200
+POOL = 1536
+LONG_OUTPUT = 128
 
 # ignore_eos where a case is not about how an output ends.
 _FEATURES: dict[str, list[dict[str, Any]]] = {
@@ -60,17 +60,21 @@ _BODIES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def make_cases(prompts: Sequence[Prompt], tokens: int, per_feature: int) -> list[Job]:
+def make_cases(
+    prompts: Sequence[Prompt], tokens: int, per_feature: int, every_drafter: bool = True
+) -> list[Job]:
     """Jobs of all features, mixed.
 
     Args:
-        prompts: each is asked under every drafter, with outputs of 1 to `tokens` tokens.
+        prompts: asked with outputs of 1 to `tokens` tokens.
         per_feature: how often each variant of a feature is asked, by drafters in turn.
+        every_drafter: each prompt is asked under every drafter; else under one, in turn.
     """
     made = [
         _job("prompts", prompt, {"ignore_eos": True}, drafter, 1 + (7 * i + 5 * d) % tokens)
         for d, drafter in enumerate(DRAFTERS)
         for i, prompt in enumerate(prompts)
+        if every_drafter or i % len(DRAFTERS) == d
     ]
     others = [
         *_feature_jobs(prompts, tokens, per_feature),

@@ -93,7 +93,7 @@ def _resolved_as_on_cuda(original: Any) -> Any:
             # Compared token by token, it computes in float32, which only the emulation has.
             return dataclasses.replace(facts_of(*args), float32=False)
 
-        backends.facts_of = facts
+        backends.facts_of = facts  # type: ignore[assignment]
         try:
             backends.resolve_backends(server_args)
         finally:

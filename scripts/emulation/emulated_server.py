@@ -9,19 +9,18 @@ alone: if it contradicts itself, the answer proves nothing, and is counted as ex
     python -m scripts.emulation.emulated_server [--quick] [--json FILE]
 """
 
-import contextlib
-import os
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import requests
 
 from scripts.emulation import cases
+from scripts.emulation.cpu_threads import one_thread
 from scripts.emulation.traffic import Job, ask, difference, first_difference, run
 from scripts.figures import parser, report
 from scripts.prompts import MODEL, spec_bench
@@ -46,10 +45,6 @@ class EmulatedServer(Server):
         super().__init__(model, args, **options)
         self._command[self._command.index("sglang_ext.cli")] = "scripts.emulation.serve"
 
-    def settings(self) -> dict[str, Any]:
-        """What SGLang says of its arguments."""
-        return requests.get(f"{self.base_url}/server_info", timeout=60).json()
-
 
 def plain_server(name: str = "plain") -> Server:
     """Plain SGLang on the CPU, prefills in the same chunks; not started."""
@@ -65,30 +60,17 @@ def emulated_server(oracle: Path | None = None, *more: str) -> EmulatedServer:
     return EmulatedServer(MODEL, flags, name="emulated")
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Servers that start within it compute with one thread: two of them share the machine."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-
-
 def emulated_figures(quick: bool) -> dict[str, float]:
-    """Ask both servers everything, print what differs, and count.
+    """Ask the servers everything, print what differs, and count.
 
     Returns:
-        emulated_prompts, emulated_answers, emulated_mismatches (the prompts under every drafter),
-        emulated_mismatches_FEATURE for each feature, emulated_excluded (plain SGLang contradicts
-        itself), emulated_retractions, emulated_stuck (requests that run on after all have ended).
+        emulated_prompts (different ones, without those of features), emulated_answers,
+        emulated_mismatches (all of them), emulated_mismatches_FEATURE for each feature, "prompts"
+        among them, emulated_excluded (plain SGLang contradicts itself), emulated_retractions,
+        emulated_stuck (requests that run on after all have ended); and whisper_figures.
     """
-    prompts = spec_bench(MODEL, max_prompt_tokens=80 if quick else 120)[: 6 if quick else 104]
-    jobs = cases.make_cases(prompts, 16 if quick else 32, 1 if quick else 3)
+    prompts = spec_bench(MODEL, max_prompt_tokens=80 if quick else 120)[: 21 if quick else 104]
+    jobs = cases.make_cases(prompts, 16 if quick else 32, 1 if quick else 3, not quick)
     # For its length it needs prompts of its own: a batch of eight at once, at the end.
     long = cases.retraction_jobs(spec_bench(MODEL, max_prompt_tokens=120)[:8])
     with one_thread(), plain_server() as plain, tempfile.TemporaryDirectory() as folder:
@@ -110,21 +92,26 @@ def emulated_figures(quick: bool) -> dict[str, float]:
             stuck = left_running(emulated)
             retracted = retractions(emulated)
         figures = _count(plain, jobs, got, expected)
+    from scripts.emulation.emulated_whisper import whisper_figures
+
+    speech = whisper_figures(quick)
+    figures["emulated_mismatches"] += speech["emulated_mismatches_specasr"]
     return {
         "emulated_prompts": len(prompts),
         **figures,
         "emulated_retractions": retracted,
         "emulated_stuck": stuck,
+        **speech,
     }
 
 
-def check_settings(server: EmulatedServer) -> None:
+def check_settings(server: Server) -> None:
     """Make sure that it is what it is to emulate.
 
     Raises:
         RuntimeError: overlap scheduling is off, or another backend serves attention.
     """
-    settings = server.settings()
+    settings = requests.get(f"{server.base_url}/server_info", timeout=60).json()
     if settings["disable_overlap_schedule"] or settings["attention_backend"] != "flashinfer":
         raise RuntimeError(
             f"the emulated server runs with {settings['attention_backend']}, overlap "
@@ -173,10 +160,9 @@ def _count(
             continue
         counts[job.feature] += 1
         print(f"    #{number} {job.name} {wrong}")
-    drafted = counts.pop("prompts")
     return {
         "emulated_answers": len(jobs),
-        "emulated_mismatches": drafted,
+        "emulated_mismatches": sum(counts.values()),
         **{f"emulated_mismatches_{name}": count for name, count in counts.items()},
         "emulated_excluded": excluded,
     }

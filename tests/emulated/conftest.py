@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from scripts.emulation import cases
+from scripts.emulation.cpu_threads import one_thread
 from scripts.emulation.emulated_server import (
     IN_FLIGHT,
     EmulatedServer,
     check_settings,
     emulated_server,
-    one_thread,
     plain_server,
 )
 from scripts.emulation.traffic import Job, run

@@ -1,0 +1,88 @@
+"""SpecASR on the emulated server: Whisper's decoder under the CUDA path, beside its encoder.
+
+Plain SGLang's Whisper on the CPU transcribes clips; the emulated server does so in SpecASR's modes,
+clips and modes mixed in one batch.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from scripts.emulation.cpu_threads import one_thread
+from scripts.emulation.emulated_server import EmulatedServer, check_settings, left_running
+from scripts.emulation.traffic import Job, ask, difference, run
+from scripts.server import Server
+from scripts.speech_client import MAX_NEW_TOKENS, MODES, Speech
+from scripts.speech_data import FOLDER, read_clips
+
+TARGET, DRAFT = "whisper-base", "whisper-tiny.en"
+_LONGEST_S = 15
+_SSSD = ["--speculative-algorithm", "SSSD", "--draft-model", DRAFT, "--enable-metrics"]
+_PARAMS: dict[str, dict[str, Any]] = {
+    "random": {"drafter": "random", "budget": "fixed"},
+    "auto": {},
+    **{name: {**MODES[name], "budget": "fixed"} for name in ("AR", "(8,2)", "ASP", "TSP")},
+}
+
+
+def speech_jobs(clips: int) -> list[Job]:
+    """Each clip in every mode, the modes taking turns."""
+    speech = [Speech.of(c) for c in read_clips(FOLDER) if c.seconds < _LONGEST_S][:clips]
+    modes = list(_PARAMS.values())
+    return [
+        Job("specasr", _body(clip), modes[(i + turn) % len(modes)])
+        for turn in range(len(modes))
+        for i, clip in enumerate(speech)
+    ]
+
+
+def plain_whisper() -> Server:
+    """Plain SGLang's Whisper on the CPU; not started."""
+    return Server(TARGET, name="whisper")
+
+
+def emulated_whisper() -> EmulatedServer:
+    """Whisper on the emulated server, with SpecASR's draft model; not started."""
+    return EmulatedServer(TARGET, [*_SSSD, "--drafters", "random"], name="emulated-whisper")
+
+
+def ask_plain(server: Server, jobs: Sequence[Job]) -> list[Any]:
+    """Plain SGLang's answer to every job; it is asked once for each clip."""
+    known: dict[str, Any] = {}
+    for job in jobs:
+        url = job.body["audio_data"]
+        if url not in known:
+            known[url] = ask(server.base_url, job, drafted=False)
+    return [known[job.body["audio_data"]] for job in jobs]
+
+
+def whisper_figures(quick: bool) -> dict[str, float]:
+    """emulated_transcripts, emulated_mismatches_specasr, emulated_accept_specasr (mean length)."""
+    jobs = speech_jobs(2 if quick else 8)
+    with one_thread():
+        # One after the other: each takes 4 GB.
+        with plain_whisper() as plain:
+            expected = ask_plain(plain, jobs)
+        with emulated_whisper() as emulated:
+            check_settings(emulated)
+            got = run(emulated.base_url, jobs, drafted=True, in_flight=8)
+            stuck = left_running(emulated)
+    wrong = [difference(*each) for each in zip(jobs, got, expected, strict=True)]
+    for number, (job, found) in enumerate(zip(jobs, wrong, strict=True)):
+        if found:
+            print(f"    #{number} {job.params} {found}")
+    lengths = [answer["meta_info"].get("spec_accept_length") or 1.0 for answer in got]
+    return {
+        "emulated_transcripts": len(jobs),
+        "emulated_mismatches_specasr": sum(found is not None for found in wrong),
+        "emulated_accept_specasr": sum(lengths) / len(lengths),
+        "emulated_stuck_specasr": stuck,
+    }
+
+
+def _body(clip: Speech) -> dict[str, Any]:
+    return {
+        "text": "",  # the decoder's prompt comes from SGLang's Whisper processor
+        "audio_data": clip.url,
+        "modalities": ["audio"],
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": MAX_NEW_TOKENS},
+    }
