@@ -2,10 +2,10 @@
 
 A step's time is close to linear in few things: its linear layers (their cost by token count was
 swept at start, costs.py), what a step costs whatever it runs, what each token costs besides,
-what verification costs (tree masks, acceptance, moving KV), and the KV that attention reads. A
-weighted least-squares fit, in which steps fade as they grow old, finds the factors; it is drawn
-towards what is assumed before (Hoerl and Kennard 1970), so that what is not run for long, and what
-was never run, costs what the rest makes likely.
+what verification costs (tree masks, acceptance, moving KV), and the KV that attention reads, which
+a verify's kernels may read slower. A weighted least-squares fit, in which steps fade as they grow
+old, finds the factors; it is drawn towards what is assumed before (Hoerl and Kennard 1970), so that
+what is not run for long, and what was never run, costs what the rest makes likely.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,9 @@ NODE_READS_CUDA = 0.0
 _VERIFY = 0.04
 # Steps that show what a pass costs besides its linear layers; SGLang's warm-up has so many.
 _FIRST_STEPS = 8
-# A step that takes so many times what is expected was held up by something else.
-_DELAYED = 1.5
+# A step that takes so many times what is expected was held up by something else: by the clock of
+# the host, and by the device's own events.
+DELAYED, DELAYED_CUDA = 1.5, 1.15
 # Steps after which one counts for a third.
 _MEMORY = 300.0
 # Steps that the assumed factors count for.
@@ -35,10 +36,10 @@ _TOKEN_PART = 1 / 8
 class CostModel:
     """Seconds of a step of `tokens` tokens whose attention reads `read` KV entries.
 
-    cost = scale * (linear, one, tokens, verify, read) . factors, where the scale is what this
-    machine makes of it now: every step moves it (but a delayed one between two that are not), so
-    that a machine that slows down makes no kind of step look cheap beside one that was measured
-    before.
+    cost = scale * (linear, one, tokens, verify, read, read by a verify) . factors, where the scale
+    is what this machine makes of it now: every step moves it (but a delayed one between two that
+    are not), so that a machine that slows down makes no kind of step look cheap beside one that was
+    measured before.
 
     Args:
         prior: cost by token count, of the linear layers, in seconds; another unit is scaled to
@@ -46,12 +47,18 @@ class CostModel:
         read_s: cost of reading a KV entry (a token's K and V of all layers), in `prior`'s unit:
             the weights tell how fast memory is; 0: reading is not told apart from the rest.
         node_reads: a verified node's part of a plain read of its request's KV, beside its root's.
+        delayed: a step that takes so many times what is expected, alone of its kind, is left out.
     """
 
     def __init__(
-        self, prior: Mapping[int, float], read_s: float = 0.0, node_reads: float = NODE_READS
+        self,
+        prior: Mapping[int, float],
+        read_s: float = 0.0,
+        node_reads: float = NODE_READS,
+        delayed: float = DELAYED,
     ):
         self.node_reads = node_reads
+        self._most = delayed
         self._prior_tokens = np.array(sorted(prior), dtype=np.float64)
         costs = np.array([prior[t] for t in sorted(prior)], dtype=np.float64)
         # More tokens never cost less: a count that looks dearer than a larger one was disturbed.
@@ -62,7 +69,7 @@ class CostModel:
         self._fixed = 0.0  # of a step, besides its linear layers
         self._scale = 1.0
         self._delayed = {False: False, True: False}  # whether the last step of this kind was
-        self._moments = np.zeros((5, 5)), np.zeros(5)
+        self._moments = np.zeros((6, 6)), np.zeros(6)
         self._factors = self._assumed()
 
     def observe(self, tokens: int, seconds: float, verify: bool = False, read: float = 0.0) -> None:
@@ -76,9 +83,9 @@ class CostModel:
         if not self._steps:
             self._scale = seconds / (level * self._unit)
         self._steps += 1
-        ratio = min(max(seconds / (level * self._in_seconds), 0.5), _DELAYED)
+        ratio = min(max(seconds / (level * self._in_seconds), 0.5), self._most)
         # What only delayed one step says nothing; what makes a kind of step dear comes again.
-        delayed, again = ratio == _DELAYED, self._delayed[verify]
+        delayed, again = ratio == self._most, self._delayed[verify]
         self._delayed[verify] = delayed
         if delayed and not again:
             return
@@ -101,7 +108,8 @@ class CostModel:
         """float64[n]: `cost` of n verify steps, one for each token count."""
         ones = np.ones(len(tokens))
         linear = self._prior(tokens) / self._unit
-        features = np.stack([linear, ones, _TOKEN_PART * tokens, ones, self._read * read])
+        reads = self._read * read
+        features = np.stack([linear, ones, _TOKEN_PART * tokens, ones, reads, reads])
         return self._factors @ features * self._in_seconds
 
     @property
@@ -110,10 +118,13 @@ class CostModel:
 
     def _features(self, tokens: int, verify: bool, read: float) -> npt.NDArray[np.float64]:
         linear = float(self._prior(tokens)) / self._unit
-        return np.array([linear, 1.0, _TOKEN_PART * tokens, float(verify), self._read * read])
+        reads = self._read * read
+        return np.array(
+            [linear, 1.0, _TOKEN_PART * tokens, float(verify), reads, reads * float(verify)]
+        )
 
     def _assumed(self) -> npt.NDArray[np.float64]:
-        return np.array([1.0, self._fixed, 0.0, _VERIFY * (1.0 + self._fixed), 1.0])
+        return np.array([1.0, self._fixed, 0.0, _VERIFY * (1.0 + self._fixed), 1.0, 0.0])
 
     def _fitted(self) -> npt.NDArray[np.float64]:
         products, sums = self._moments

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from sglang_ext.budget import knee, token_grid
+from sglang_ext.cost_model import DELAYED_CUDA, NODE_READS_CUDA, CostModel
 from sglang_ext.encoder_decoder import runs_at_prefill_only
 from sglang_ext.models.store import default_cache_dir
 
@@ -30,6 +31,11 @@ CPU_COUNTS = (*range(1, 33), 64, 128, 256)
 WARM_COUNTS = tuple(sorted({*CPU_COUNTS, *token_grid(32, 128)}))
 # GPUs stay flat for longer: some 300 tokens in bf16.
 CUDA_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+# Stands in for a sweep that failed, relative to one token's cost: flat to the knee that bfloat16
+# products have on the common server GPUs (150 to 300 tokens), then by the token; one token costs
+# what reading the weights so fast takes. CostModel scales it to the steps that are run, and learns.
+_ASSUMED = {1: 1.0, 128: 1.0, 256: 1.4, 512: 2.6, 1024: 5.2}
+_ASSUMED_BYTES_PER_S = 1.5e12
 # Rounds of the first start, and of those that find its figures.
 _FIRST_ROUNDS, _LATER_ROUNDS = 5, 1
 _HEADS = ("lm_head", "proj_out")  # the latter is Whisper's
@@ -56,7 +62,7 @@ def costs_of(runner: Any, tp_size: int) -> dict[int, float]:
     except Exception:
         if runner.device == "cpu":
             raise
-        # On a GPU the costs only inform: widths are fixed by the captured graphs.
+        # Quantized or expert layers may not run on their own; see cost_model_of.
         logger.warning("the cost of forward passes is not measured", exc_info=True)
         return {}
 
@@ -92,6 +98,26 @@ def forward_costs(model: torch.nn.Module, identity: Mapping[str, Any]) -> dict[i
     return costs
 
 
+def cost_model_of(runner: Any, costs: Mapping[int, float]) -> CostModel:
+    """What steps cost on the runner's device, as far as it is known before any is run.
+
+    Args:
+        runner: SGLang's ModelRunner, its model loaded and its KV pool made.
+        costs: as `costs_of` measures them; none: assumed by the size of the weights.
+    """
+    costs = costs or assumed_costs(_weight_bytes(runner.model))
+    read_s = kv_read_s(runner, costs)
+    if runner.device == "cpu":
+        return CostModel(costs, read_s)
+    return CostModel(costs, read_s, node_reads=NODE_READS_CUDA, delayed=DELAYED_CUDA)
+
+
+def assumed_costs(weight_bytes: int) -> dict[int, float]:
+    """Seconds of a forward pass by token count on a GPU where they could not be measured."""
+    reading = max(1, weight_bytes) / _ASSUMED_BYTES_PER_S
+    return {tokens: reading * cost for tokens, cost in _ASSUMED.items()}
+
+
 def kv_read_s(runner: Any, costs: Mapping[int, float]) -> float:
     """Seconds that reading a KV entry (a token's K and V of all layers) should take.
 
@@ -102,9 +128,13 @@ def kv_read_s(runner: Any, costs: Mapping[int, float]) -> float:
         costs: as `costs_of` measures them.
     """
     pool = runner.token_to_kv_pool
-    layers = [layer for layer, _ in _linear_layers(runner.model)]
-    weights = sum(p.nbytes for layer in layers for p in layer.parameters(recurse=False))
+    weights = max(1, _weight_bytes(runner.model))
     return costs[min(costs)] * pool.mem_usage * 2**30 / pool.size / weights
+
+
+def _weight_bytes(model: torch.nn.Module) -> int:
+    layers = [layer for layer, _ in _linear_layers(model)]
+    return sum(p.nbytes for layer in layers for p in layer.parameters(recurse=False))
 
 
 @torch.inference_mode()

@@ -1,9 +1,11 @@
 """The budget: gain against cost, over the whole batch, and I_knee."""
 
+import time
+
 import numpy as np
 import pytest
 
-from sglang_ext.budget import CAUTION, Calibration, choose_nodes, knee, token_grid
+from sglang_ext.budget import CAUTION, Calibration, choose_nodes, choose_width, knee, token_grid
 from sglang_ext.cost_model import NODE_READS, CostModel
 
 # Relative costs of 1..64 tokens through prepacked fp32 layers (shared/facts.md).
@@ -157,3 +159,97 @@ def test_a_request_departs_from_its_drafters_calibration():
         request.observe(probs, np.ones(10, dtype=bool))
     assert request(probs)[0] > 0.85
     assert shared.for_request()(probs)[0] < 0.3
+
+
+WIDTHS = (1, 2, 4, 8, 16)
+# A GPU: flat to 256 tokens, then every token costs its share.
+GPU = {1: 1.0, 256: 1.0, 512: 2.0, 1024: 4.0}
+
+
+def falling(share: float) -> np.ndarray:
+    return share ** np.arange(1.0, 16.0)
+
+
+def width(*probs, **options):
+    return choose_width([np.array(p) for p in probs], CostModel(GPU), WIDTHS, **options)
+
+
+def test_without_drafts_the_width_is_a_plain_step():
+    for choice in (width([]), width([], []), width(falling(0.05))):
+        assert choice.width == 1 and choice.saved_s == 0.0 and not choice.nodes.any()
+
+
+def test_every_request_verifies_its_best_nodes_of_the_captured_width():
+    choice = width(falling(0.97), falling(0.9)[:5], [])
+    assert choice.width == 16
+    assert choice.nodes.tolist() == [15, 5, 0]
+
+
+def test_the_width_shrinks_as_the_batch_grows():
+    widths = [width(*[falling(0.7)] * bs).width for bs in (1, 32, 64, 128, 256)]
+    assert widths[0] == 16 and widths[-1] == 1
+    assert widths == sorted(widths, reverse=True) and len(set(widths)) >= 4
+
+
+def test_the_width_has_the_most_tokens_a_second():
+    rng = np.random.default_rng(0)
+    cost = CostModel(GPU)
+    for _ in range(100):
+        bs, share = int(rng.integers(1, 65)), float(rng.uniform(0.2, 0.95))
+        chosen = choose_width([falling(share)] * bs, cost, WIDTHS, min_gain=1.0).width
+        gain = {w: 1 + float((falling(share) ** CAUTION)[: w - 1].sum()) for w in WIDTHS}
+        rate = {w: gain[w] / cost.cost(bs * w, verify=w > 1) for w in WIDTHS}
+        assert rate[chosen] == pytest.approx(max(rate.values()))
+
+
+def test_what_padding_runs_is_paid_for():
+    probs = [falling(0.7)] * 33
+    assert width(*probs, padded_batch=64).width < width(*probs).width
+
+
+def test_what_is_saved_is_the_plain_steps_that_the_tokens_stand_for():
+    cost, sure = CostModel(GPU), np.array([1.0])
+    choice = choose_width([sure, np.empty(0)], cost, WIDTHS, padded_batch=4)
+    assert choice.width == 2
+    assert choice.saved_s == pytest.approx(1.5 * cost.cost(4) - cost.cost(8, verify=True))
+
+
+def test_a_few_requests_that_repeat_themselves_do_not_widen_everyones_steps():
+    # As many tokens in the mean; but who gets them all is done soon, and the others remain.
+    cost = CostModel({1: 1.0, 64: 1.0, 128: 1.2, 256: 1.6, 512: 3.2, 1024: 6.4})
+    few = [falling(0.97)] * 4 + [falling(0.3)] * 28
+    even = [np.mean(few, axis=0)] * 32
+    chosen = [choose_width(probs, cost, WIDTHS).width for probs in (few, even)]
+    assert chosen[0] < chosen[1]
+
+
+def test_drafting_is_paid_for_by_now_but_makes_wide_steps_better():
+    probs = [falling(0.7)] * 48
+    assert width(*probs).width < width(*probs, drafting_s=5.0).width
+    # It takes no more of a step that verifies than of a plain one.
+    assert width([0.5], drafting_s=0.3).width > 1
+
+
+def test_the_user_may_bound_what_a_captured_step_verifies():
+    probs = [falling(0.97)] * 4
+    assert width(*probs, most_tokens=16).width == 4
+    assert width(*probs, padded_batch=8, most_tokens=16).width == 2
+    assert width(*probs, most_tokens=4).width == 1
+
+
+def test_on_a_gpu_a_requests_nodes_read_its_kv_once():
+    contexts, probs = [10_000] * 8, [falling(0.6)] * 8
+    shared = CostModel(GPU, read_s=1e-5, node_reads=0.0)
+    each = CostModel(GPU, read_s=1e-5, node_reads=0.4)
+    wide = choose_width(probs, shared, WIDTHS, contexts).width
+    assert choose_width(probs, each, WIDTHS, contexts).width < wide
+
+
+def test_choosing_a_width_takes_a_small_part_of_a_millisecond():
+    probs, cost = [falling(0.7)] * 64, CostModel(GPU)
+    took = []
+    for _ in range(50):
+        start = time.perf_counter()
+        choose_width(probs, cost, WIDTHS, [500] * 64)
+        took.append(time.perf_counter() - start)
+    assert min(took) < 0.3e-3

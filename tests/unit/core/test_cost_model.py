@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.budget import choose_nodes
-from sglang_ext.cost_model import CostModel
+from sglang_ext.cost_model import DELAYED_CUDA, NODE_READS_CUDA, CostModel
 
 # Relative costs of 1..64 tokens through prepacked fp32 layers (shared/facts.md).
 PRIOR = {1: 20.0, 2: 21.0, 4: 27.0, 8: 30.0, 16: 41.0, 32: 76.0, 64: 110.0}
@@ -153,3 +153,50 @@ def test_lone_stalls_do_not_make_verify_steps_look_dear():
         cost.observe(tokens, seconds[tokens] * 1.04 ** (tokens > 8) + stall, verify=tokens > 8)
     assert cost.cost(8) == pytest.approx(0.030, rel=0.02)
     assert cost.cost(12, verify=True) == pytest.approx(0.035 * 1.04, rel=0.02)
+
+
+# A GPU: 5 ms of reading weights, flat to some 256 tokens; KV entries of 131,072 bytes at 3 TB/s.
+ROOFLINE = {n: (5.0**4 + (n * 0.0214) ** 4) ** 0.25 / 1e3 for n in (1, 16, 64, 128, 256, 512, 1024)}
+KV_S = 131_072 / 3e12
+
+
+def on_gpu(tokens: int, verify: bool, read: float) -> float:
+    """Seconds: attention's own kernels read slower than weights are read, a verify's most."""
+    linear = (5.0**4 + (tokens * 0.0214) ** 4) ** 0.25 / 1e3
+    besides = 0.4e-3 + 2.5e-6 * tokens + verify * 0.15e-3
+    return linear + besides + read * KV_S * (1.5 if verify else 1.15)
+
+
+def test_a_roofline_is_followed_to_64_requests_of_2048_tokens():
+    cost = CostModel(ROOFLINE, KV_S, NODE_READS_CUDA, DELAYED_CUDA)
+    rng = np.random.default_rng(0)
+    for step in range(600):
+        rows = (8, 32, 64)[step % 3]
+        width = (1, 2, 4, 8)[step // 3 % 4]
+        read = rows * float(rng.uniform(200, 2048))
+        true = on_gpu(rows * width, width > 1, read)
+        cost.observe(rows * width, true * rng.lognormal(0, 0.015), width > 1, read)
+    for rows in (8, 64):
+        for width in (1, 2, 4, 8, 16):
+            for context in (300, 2048):
+                true = on_gpu(rows * width, width > 1, rows * context)
+                found = cost.cost(rows * width, width > 1, rows * context)
+                assert found == pytest.approx(true, rel=0.06), (rows, width, context)
+
+
+def test_a_delayed_step_at_the_start_tells_a_devices_own_clock_nothing():
+    clean, delayed = (CostModel(ROOFLINE, KV_S, NODE_READS_CUDA, DELAYED_CUDA) for _ in range(2))
+    for step in range(8):
+        true = on_gpu(96, True, 7_000)
+        clean.observe(96, true, True, 7_000)
+        delayed.observe(96, true * (1.4 if step == 4 else 1.0), True, 7_000)
+    for tokens in (24, 384):
+        assert delayed.cost(tokens, True) == pytest.approx(clean.cost(tokens, True), rel=0.01)
+
+
+def test_a_gpu_that_slows_down_is_followed():
+    cost = CostModel(ROOFLINE, KV_S, NODE_READS_CUDA, DELAYED_CUDA)
+    for factor in (1.0, 1.6):
+        for _ in range(60):
+            cost.observe(8, factor * on_gpu(8, False, 0))
+    assert cost.cost(8) == pytest.approx(1.6 * on_gpu(8, False, 0), rel=0.05)

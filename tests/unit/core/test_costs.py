@@ -1,11 +1,13 @@
 """The start-up sweep of forward costs, and its cache."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_ext import costs
+from sglang_ext.cost_model import NODE_READS, NODE_READS_CUDA
 
 
 class Layer(torch.nn.Linear):
@@ -113,3 +115,28 @@ def test_a_cache_that_cannot_be_written_is_a_warning(model, monkeypatch, tmp_pat
     monkeypatch.setattr(costs, "default_cache_dir", lambda: blocked)
     assert costs.forward_costs(model, {"model": "m"})
     assert "not kept for the next start" in caplog.text
+
+
+def runner(model, device: str):
+    pool = SimpleNamespace(mem_usage=1.0, size=1000)
+    return SimpleNamespace(model=model, device=device, token_to_kv_pool=pool)
+
+
+def test_without_a_sweep_a_gpus_costs_are_assumed_and_then_learned(model):
+    weights = sum(p.nbytes for p in model.parameters())
+    cost = costs.cost_model_of(runner(model, "cuda"), {})
+    assert cost.cost(64) == pytest.approx(cost.cost(1)) == pytest.approx(weights / 1.5e12)
+    assert cost.cost(1024) > 4 * cost.cost(1)
+    # An entry of 1 GiB / 1000, read as fast as weights are.
+    read_s = cost.cost(1, read=1.0) - cost.cost(1)
+    assert read_s == pytest.approx(2**30 / 1000 / 1.5e12)
+    for _ in range(20):
+        cost.observe(1, 0.02)
+    assert cost.cost(1) == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize(("device", "node_reads"), [("cpu", NODE_READS), ("cuda", NODE_READS_CUDA)])
+def test_a_devices_cost_model_is_of_its_sweep_and_its_attention(device, node_reads, model):
+    cost = costs.cost_model_of(runner(model, device), {1: 0.005, 64: 0.007})
+    assert cost.cost(64) == pytest.approx(0.007)
+    assert cost.node_reads == node_reads
