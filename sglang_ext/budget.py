@@ -11,6 +11,7 @@ whose drafts are poor gets few of them or none.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -88,13 +89,8 @@ class Calibration:
 
     def __call__(self, probs: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
         """float64[n], the corrected probabilities."""
-        return self._correct(probs, _bin(probs))
-
-    def _correct(
-        self, probs: npt.NDArray[np.float32], bins: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.float64]:
-        prior = probs if self.parent is None else self.parent._correct(probs, bins)
-        return (self.accepted[bins] + self.weight * prior) / (self.seen[bins] + self.weight)
+        prior = probs if self.parent is None else self.parent(probs)
+        return _corrected(probs, prior, self.seen, self.accepted, self.weight)
 
     def observe(self, probs: npt.NDArray[np.float32], accepted: npt.NDArray[np.bool_]) -> None:
         """Take in which of the verified nodes with these predictions were accepted."""
@@ -108,10 +104,22 @@ class Calibration:
         self.seen[full] = self.memory
 
 
-def _bin(probs: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+@numba.njit(cache=True, nogil=True)
+def _bin(probs):
     # Half-octave bins: 1, 0.71, 0.5, ...; what is rarer shares the last one.
-    octaves = -2.0 * np.log2(np.maximum(probs, 1e-6))
-    return np.minimum(np.maximum(octaves, 0.0), _BINS - 1).astype(np.int64)
+    bins = np.empty(len(probs), dtype=np.int64)
+    for i, prob in enumerate(probs):
+        bins[i] = min(max(-2.0 * np.log2(max(prob, 1e-6)), 0.0), _BINS - 1)
+    return bins
+
+
+@numba.njit(cache=True, nogil=True)
+def _corrected(probs, prior, seen, accepted, weight):
+    bins = _bin(probs)
+    corrected = np.empty(len(probs), dtype=np.float64)
+    for i, b in enumerate(bins):
+        corrected[i] = (accepted[b] + weight * prior[i]) / (seen[b] + weight)
+    return corrected
 
 
 @dataclass(frozen=True)

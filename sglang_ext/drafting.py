@@ -218,7 +218,7 @@ class DraftPlanner:
                 trees = [tree.clipped(n) for tree, n in zip(trees, rest, strict=True)]
             trees, width, saved_s = self._cut(running, trees, padded)
             seconds = time.perf_counter() - start
-            if not all(r.fixed_budget for r in running):
+            if any(r.drafter is not None and not r.fixed_budget for r in running):
                 self._look = any(map(len, trees)), saved_s
             if self._widths is None:
                 self.note_look(seconds)

@@ -40,8 +40,7 @@ from sglang_ext.api import control
 from sglang_ext.bias import Expected, prefer_next_tokens
 from sglang_ext.bigrams import bigrams_of
 from sglang_ext.budget import knee
-from sglang_ext.cost_model import CostModel
-from sglang_ext.costs import costs_of, kv_read_s
+from sglang_ext.costs import cost_model_of, costs_of
 from sglang_ext.cuda import backends
 from sglang_ext.cuda.clock import StepClock
 from sglang_ext.cuda.graphs import WidthGraphs
@@ -131,7 +130,7 @@ class SpeculativeWorker(BaseSpecWorker):
             context,
             self.speculative_num_draft_tokens,
             4 * self.model_runner.max_running_requests,
-            CostModel(costs, kv_read_s(self.model_runner, costs)),
+            cost_model_of(self.model_runner, costs),
             active=active,
             knee=knee(costs) if costs else None,
             metrics=self._metrics() if active and get_observability().enable_metrics else None,
