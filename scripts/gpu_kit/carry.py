@@ -18,6 +18,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -81,10 +82,14 @@ def list_carry(figures: Path | None, prebuilt: Path | None) -> int:
     sizes = {}
     with tempfile.TemporaryDirectory() as folder:
         items = collect(Path(folder), prebuilt)
-        groups = sorted({item.group for item in items})
-        for group in groups:
-            of_group = [item for item in items if item.group == group]
-            sizes[group] = len(archive(of_group)) / 2**20
+        groups = {
+            name: [item for item in items if item.group == name]
+            for name in sorted({item.group for item in items})
+        }
+        with ThreadPoolExecutor(2) as pool:  # compression leaves the GIL
+            packed = list(pool.map(archive, groups.values()))
+        for (group, of_group), data in zip(groups.items(), packed, strict=True):
+            sizes[group] = len(data) / 2**20
             print(f"{group:32} {len(of_group):6} files {sizes[group]:8.2f} MiB", flush=True)
     sizes["this repository's tracked files"] = _tree_mib()
     print(f"{'tracked files, as they are':32} {'':12} {sizes[list(sizes)[-1]]:8.2f} MiB")
@@ -214,7 +219,7 @@ def _download(requirement: str, folder: Path) -> Path:
         platforms = [word for p in _PLATFORMS for word in ("--platform", f"{p}_x86_64")]
         subprocess.run(
             [
-                sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+                sys.executable, "-m", "pip", "download", "-qq", "--no-deps",
                 "--disable-pip-version-check", "--only-binary=:all:", "--python-version", PYTHON,
                 "--implementation", "cp", *platforms, "--dest", str(folder), requirement,
             ],

@@ -32,9 +32,9 @@ def nodes(part: Part) -> None:
     """Chi-square of each case and drafter."""
     kit = part.kit
     kit.make_model()
-    samples = 160 if kit.emulated else 4096
+    samples, cases = (96, CASES[:2]) if kit.emulated else (4096, CASES)
     # One prompt a case, so that `sssd` learns from samples of the same distribution.
-    prompts = [kit.rule.prompt(30 + n, 900 + n) for n in range(len(CASES))]
+    prompts = [kit.rule.prompt(30 + n, 900 + n) for n in range(len(cases))]
     path = Path(kit.work) / "sampling-oracle.jsonl"
     path.write_text(
         "\n".join(
@@ -45,9 +45,9 @@ def nodes(part: Part) -> None:
     options = {"budget": "fixed", "drafters": "random,oracle", "oracle_file": str(path)}
     flags = [*SPECULATION, *([] if kit.emulated else ["--attention-backend", "flashinfer"])]
     with Engine(kit.model, flags, options) as engine:
-        exact = [_exact(engine, p, c) for p, c in zip(prompts, CASES, strict=True)]
+        exact = [_exact(engine, p, c) for p, c in zip(prompts, cases, strict=True)]
         for drafter in DRAFTERS[:2] if kit.emulated else DRAFTERS:
-            for prompt, case, expected in zip(prompts, CASES, exact, strict=True):
+            for prompt, case, expected in zip(prompts, cases, exact, strict=True):
                 name = f"{drafter}, " + " ".join(f"{k}={v}" for k, v in case.items())
                 with part.attempt(name):
                     counts, steps = _sample(engine, prompt, case, samples, drafter)
