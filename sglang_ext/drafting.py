@@ -15,7 +15,7 @@ from sglang_ext.drafters import Bias, Drafter, DrafterContext, load
 from sglang_ext.metrics import BudgetLog, SpeculationMetrics
 from sglang_ext.rationing import DraftingRation
 from sglang_ext.requests import RequestTable, RunningRequest
-from sglang_ext.tree import PackedTrees, TokenTree
+from sglang_ext.tree import PackedTrees, TokenTree, check_all
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -317,14 +317,16 @@ class DraftPlanner:
     def _propose(
         self, drafter: Drafter, running: Sequence[RunningRequest], trees: list[TokenTree]
     ) -> None:
-        rows = [i for i, r in enumerate(running) if r.drafter is drafter and _depth(r) > 0]
+        depths = {i: _depth(r) for i, r in enumerate(running) if r.drafter is drafter}
+        rows = [i for i, depth in depths.items() if depth > 0]
         if not rows:
             return
         try:
-            proposed = drafter.propose([running[i].draft for i in rows], self._max_width - 1)
+            drafts = [running[i].draft for i in rows]
+            proposed = list(drafter.propose(drafts, self._max_width - 1))
+            check_all(proposed, self._vocab_size)
             for i, tree in zip(rows, proposed, strict=True):
-                tree.check(self._vocab_size)
-                trees[i] = tree.clipped(_depth(running[i])).first(running[i].max_nodes)
+                trees[i] = tree.clipped(depths[i]).first(running[i].max_nodes)
         except Exception:
             # A drafter must not take the scheduler down with it: this step goes undrafted.
             logger.exception("drafter %s failed to propose", type(drafter).__name__)

@@ -91,8 +91,8 @@ class TokenTree:
         """bool[n], the nodes that an output continuing with `tokens` passes through."""
         return _path(self.tokens, self.parents, np.asarray(tokens, dtype=np.int64))
 
-    def check(self, vocab_size: int) -> None:
-        """Raise ValueError, naming the field, if this is not a tree over `vocab_size` tokens."""
+    def check_lengths(self) -> None:
+        """Raise ValueError, naming the field, if its arrays are not equally long."""
         n = len(self.tokens)
         if self.sources is not None and len(self.sources) != n:
             raise ValueError(f"sources must be as many as tokens, {n}, got {len(self.sources)}")
@@ -101,18 +101,38 @@ class TokenTree:
                 f"tokens, parents and probs must have one length, got {n}, "
                 f"{len(self.parents)} and {len(self.probs)}"
             )
+
+    def check(self, vocab_size: int) -> None:
+        """Raise ValueError, naming the field, if this is not a tree over `vocab_size` tokens."""
+        self.check_lengths()
+        n = len(self.tokens)
         if n == 0:
             return
-        tokens, parents = _check(self.tokens, self.parents, vocab_size)
-        if not tokens:
+        if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:
             raise ValueError(f"tokens must be in 0..{vocab_size - 1}")
-        if not parents:
+        if self.parents.min() < NO_PARENT or (self.parents >= np.arange(n)).any():
             raise ValueError("parents[i] must be -1 (the root) or an earlier node")
 
 
 _EMPTY = TokenTree(
     np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
 )
+
+
+def check_all(trees: Sequence[TokenTree], vocab_size: int) -> None:
+    """`TokenTree.check` of them all, in one call where all are right."""
+    sizes = np.array([len(tree.tokens) for tree in trees], dtype=np.int64)
+    if not sizes.any() or not _all_right(
+        np.concatenate([tree.tokens for tree in trees]),
+        np.concatenate([tree.parents for tree in trees]),
+        sizes,
+        vocab_size,
+    ):
+        for tree in trees:
+            tree.check(vocab_size)
+        return
+    for tree in trees:
+        tree.check_lengths()
 
 
 def merged(trees: Sequence[TokenTree], max_nodes: int) -> TokenTree:
@@ -213,13 +233,18 @@ def linked(
 
 
 @numba.njit(cache=True, nogil=True)
-def _check(tokens, parents, vocab_size):
-    """Whether all tokens and all parents are possible."""
-    right_tokens = right_parents = True
-    for i in range(len(tokens)):
-        right_tokens &= 0 <= tokens[i] < vocab_size
-        right_parents &= NO_PARENT <= parents[i] < i
-    return right_tokens, right_parents
+def _all_right(tokens, parents, sizes, vocab_size):
+    """Whether all tokens and parents of these trees, one behind the other, are possible."""
+    if len(parents) != len(tokens):
+        return False
+    first = 0
+    for size in sizes:
+        for i in range(size):
+            right = 0 <= tokens[first + i] < vocab_size
+            if not (right and NO_PARENT <= parents[first + i] < i):
+                return False
+        first += size
+    return True
 
 
 @numba.njit(cache=True, nogil=True)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.tree import TokenTree, pack, walk
+from sglang_ext.tree import TokenTree, check_all, pack, walk
 
 
 def tree_of(tokens: list[int], parents: list[int]) -> TokenTree:
@@ -106,6 +106,11 @@ def test_chain_is_a_branch_with_falling_probabilities():
 def test_check_names_what_is_wrong(tree, message):
     with pytest.raises(ValueError, match=message):
         tree.check(vocab_size=9)
+    right = [tree_of([8, 8], [-1, 0]), TokenTree.empty()]
+    check_all(right, vocab_size=9)
+    for batch in ([tree], [*right, tree], [tree, *right]):
+        with pytest.raises(ValueError, match=message):
+            check_all(batch, vocab_size=9)
 
 
 def test_sources_stay_with_their_nodes():
