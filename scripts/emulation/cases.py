@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from scripts.emulation.traffic import Job
-from scripts.prompts import Prompt
+from scripts.prompts import Prompt, spec_bench
 
 DRAFTERS = ("sssd", "random", "oracle")
 # Prefills of more are split; a long prompt below has several times as many.
 CHUNK = 128
-# Eight of the long outputs below need more, so that requests are retracted.
+# Eight long prompts below need more with their outputs, so that requests are retracted.
 POOL = 1536
-LONG_OUTPUT = 128
+LONG_OUTPUT = 96
 
 # ignore_eos where a case is not about how an output ends.
 _FEATURES: dict[str, list[dict[str, Any]]] = {
@@ -27,12 +27,12 @@ _FEATURES: dict[str, list[dict[str, Any]]] = {
         {"frequency_penalty": 0.8, "ignore_eos": True},
         {"presence_penalty": 1.2, "ignore_eos": True},
         {"repetition_penalty": 1.3, "ignore_eos": True},
-        {"min_new_tokens": 24, "stop_token_ids": [30, 28, 253]},
+        {"min_new_tokens": 12, "stop_token_ids": [30, 28, 253]},
         {
             "frequency_penalty": 0.3,
             "presence_penalty": -0.4,
             "repetition_penalty": 1.1,
-            "min_new_tokens": 20,
+            "min_new_tokens": 12,
         },
     ],
     "logit_bias": [{"logit_bias": {"260": 3.0, "253": -5.0}, "ignore_eos": True}],
@@ -85,11 +85,13 @@ def make_cases(
     return _mixed(made, others)
 
 
-def retraction_jobs(prompts: Sequence[Prompt]) -> list[Job]:
-    """Eight outputs that do not fit in the pool together."""
+def retraction_jobs() -> list[Job]:
+    """Eight requests whose prompts fit in the pool together, with their outputs they do not."""
+    long = [p for p in spec_bench(max_prompt_tokens=170) if len(p.input_ids) > CHUNK][:8]
+    drafters = ("sssd", "random", "oracle", "none", "random", "sssd", "random", "none")
     return [
         _job("retraction", prompt, {"ignore_eos": True}, drafter, LONG_OUTPUT)
-        for prompt, drafter in zip(prompts[:8], (*DRAFTERS, "none") * 2, strict=True)
+        for prompt, drafter in zip(long, drafters, strict=True)
     ]
 
 

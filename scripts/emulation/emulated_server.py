@@ -71,8 +71,8 @@ def emulated_figures(quick: bool) -> dict[str, float]:
     """
     prompts = spec_bench(MODEL, max_prompt_tokens=80 if quick else 120)[: 21 if quick else 104]
     jobs = cases.make_cases(prompts, 16 if quick else 32, 1 if quick else 3, not quick)
-    # For its length it needs prompts of its own: a batch of eight at once, at the end.
-    long = cases.retraction_jobs(spec_bench(MODEL, max_prompt_tokens=120)[:8])
+    # A batch of eight at once, at the end.
+    long = cases.retraction_jobs()
     with one_thread(), plain_server() as plain, tempfile.TemporaryDirectory() as folder:
         expected = [
             answer

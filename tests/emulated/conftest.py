@@ -28,8 +28,7 @@ def prompts() -> list[Prompt]:
 @pytest.fixture(scope="session")
 def jobs(prompts) -> list[Job]:
     """All features, mixed, then outputs that do not fit in the pool together."""
-    long = spec_bench(MODEL, max_prompt_tokens=120)[:8]
-    return cases.make_cases(prompts, 16, 1) + cases.retraction_jobs(long)
+    return cases.make_cases(prompts, 16, 1) + cases.retraction_jobs()
 
 
 @pytest.fixture(scope="session")
