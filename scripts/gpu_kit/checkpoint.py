@@ -237,7 +237,7 @@ def _random_layer(shape: Shape, places: _Places, draw: _Draw) -> dict[str, torch
     return weights | {"input_layernorm": norm, "post_attention_layernorm": norm.clone()}
 
 
-def rms(shape: Shape, places_size: int, active: int) -> float:
+def rms(shape: Shape, places_size: int, active: float) -> float:
     """About the residual stream's root mean square with `active` planted dimensions on."""
     others = (shape.hidden - places_size) * (1 + LAYERS_STD**2 / 2)
     return math.sqrt((others + active * AMPLITUDE**2) / shape.hidden)

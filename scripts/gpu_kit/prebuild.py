@@ -9,6 +9,7 @@ hold the compiler's version and target, and each compiles in seconds.
 """
 
 import argparse
+import importlib
 import os
 import shutil
 import subprocess
@@ -62,10 +63,9 @@ def specs(head_dims: list[int]) -> list[Any]:
 def _libraries_to_link(folder: Path) -> Path:
     """A folder with what the linker asks for: the wheel's CUDA runtime, and a driver without
     functions in place of the one that only a machine with a GPU has."""
-    import nvidia.cu13
-
+    wheel = importlib.import_module("nvidia.cu13")
     folder.mkdir(exist_ok=True)
-    runtime = next(Path(next(iter(nvidia.cu13.__path__))).glob("lib/libcudart.so.*"))
+    runtime = next(Path(next(iter(wheel.__path__))).glob("lib/libcudart.so.*"))
     link = folder / "libcudart.so"
     link.unlink(missing_ok=True)
     link.symlink_to(runtime)

@@ -96,6 +96,13 @@ def test_an_exception_becomes_a_failed_line_and_the_part_goes_on(tmp_path):
     assert works["status"] == PASSED and part.failed
 
 
+def test_what_failed_in_an_earlier_run_does_not_fail_this_one(tmp_path):
+    kit(tmp_path).lines().case("kernels", "walk", FAILED)
+    part = Part(kit(tmp_path), "kernels", deadline=0)
+    part.result("walk", True)
+    assert not part.failed and kit(tmp_path).lines().cases("kernels") == {"walk": PASSED}
+
+
 def fake_parts(monkeypatch, source: str) -> None:
     """Parts whose processes run `source` instead, a program with `phase`, `name` and `seconds`."""
     real = subprocess.Popen
