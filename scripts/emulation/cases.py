@@ -13,7 +13,7 @@ DRAFTERS = ("sssd", "random", "oracle")
 CHUNK = 128
 # Eight long prompts below need more with their outputs, so that requests are retracted.
 POOL = 1536
-LONG_OUTPUT = 96
+LONG_OUTPUT = 160
 
 # ignore_eos where a case is not about how an output ends.
 _FEATURES: dict[str, list[dict[str, Any]]] = {
@@ -88,7 +88,7 @@ def make_cases(
 def retraction_jobs() -> list[Job]:
     """Eight requests whose prompts fit in the pool together, with their outputs they do not."""
     long = [p for p in spec_bench(max_prompt_tokens=170) if len(p.input_ids) > CHUNK][:8]
-    drafters = ("sssd", "random", "oracle", "none", "random", "sssd", "random", "none")
+    drafters = ("sssd", "random", "none", "oracle", "random", "sssd", "random", "none")
     return [
         _job("retraction", prompt, {"ignore_eos": True}, drafter, LONG_OUTPUT)
         for prompt, drafter in zip(long, drafters, strict=True)

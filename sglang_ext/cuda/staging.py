@@ -11,9 +11,7 @@ import torch
 _ALIGN = 8
 
 
-def to_device(
-    arrays: Sequence[npt.NDArray[Any]], device: str | torch.device
-) -> list[torch.Tensor]:
+def to_device(arrays: Sequence[npt.NDArray[Any]], device: str | torch.device) -> list[torch.Tensor]:
     """The arrays as tensors on `device`, brought there by one copy that nothing waits for.
 
     They share one pinned buffer; PyTorch's host allocator keeps it until the copy has run.

@@ -277,9 +277,7 @@ def test_a_step_that_ends_after_its_request_has_left_teaches_nothing(monkeypatch
 
 
 @pytest.mark.parametrize(("nodes", "width"), [(0, 1), (1, 2), (2, 4), (3, 4), (5, 8), (7, 8)])
-def test_a_device_step_has_the_least_captured_width_that_holds_its_trees(
-    nodes, width, monkeypatch
-):
+def test_a_device_step_has_the_least_captured_width_that_holds_its_trees(nodes, width, monkeypatch):
     plan = planner(monkeypatch, a=Recorder(TokenTree.chain(range(1, nodes + 1))))
     plan.use_widths((1, 2, 4, 8), lambda bs: bs)
     running = plan.requests.update([request("x", [1])], None)
