@@ -11,8 +11,8 @@ from scripts.prompts import Prompt, spec_bench
 DRAFTERS = ("sssd", "random", "oracle")
 # Prefills of more are split; a long prompt below has several times as many.
 CHUNK = 128
-# Eight long prompts below need more with their outputs, so that requests are retracted.
-POOL = 1536
+# Eight of the long outputs below need more, so that requests are retracted.
+POOL = 1280
 LONG_OUTPUT = 160
 
 # ignore_eos where a case is not about how an output ends.
@@ -87,11 +87,11 @@ def make_cases(
 
 def retraction_jobs() -> list[Job]:
     """Eight requests whose prompts fit in the pool together, with their outputs they do not."""
-    long = [p for p in spec_bench(max_prompt_tokens=170) if len(p.input_ids) > CHUNK][:8]
+    prompts = spec_bench(max_prompt_tokens=120)[:8]
     drafters = ("sssd", "random", "none", "oracle", "random", "sssd", "random", "none")
     return [
         _job("retraction", prompt, {"ignore_eos": True}, drafter, LONG_OUTPUT)
-        for prompt, drafter in zip(long, drafters, strict=True)
+        for prompt, drafter in zip(prompts, drafters, strict=True)
     ]
 
 
