@@ -72,7 +72,8 @@ class Calibration:
     served before is accepted whole, new text hardly.
 
     Attributes:
-        parent: where predictions come from until this one has seen enough; None: the drafter.
+        parent: where predictions come from until this one has seen enough, one without a parent;
+            None: the drafter.
         weight: observations that the prediction counts for.
         memory: observations after which old ones fade.
     """
@@ -89,8 +90,12 @@ class Calibration:
 
     def __call__(self, probs: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
         """float64[n], the corrected probabilities."""
-        prior = probs if self.parent is None else self.parent(probs)
-        return _corrected(probs, prior, self.seen, self.accepted, self.weight)
+        above = self.parent
+        if above is None:
+            return _corrected(probs, _bin(probs), probs, self.seen, self.accepted, self.weight)
+        return _corrected_twice(
+            probs, above.seen, above.accepted, above.weight, self.seen, self.accepted, self.weight
+        )
 
     def observe(self, probs: npt.NDArray[np.float32], accepted: npt.NDArray[np.bool_]) -> None:
         """Take in which of the verified nodes with these predictions were accepted."""
@@ -114,12 +119,19 @@ def _bin(probs):
 
 
 @numba.njit(cache=True, nogil=True)
-def _corrected(probs, prior, seen, accepted, weight):
-    bins = _bin(probs)
+def _corrected(probs, bins, prior, seen, accepted, weight):
     corrected = np.empty(len(probs), dtype=np.float64)
     for i, b in enumerate(bins):
         corrected[i] = (accepted[b] + weight * prior[i]) / (seen[b] + weight)
     return corrected
+
+
+@numba.njit(cache=True, nogil=True)
+def _corrected_twice(probs, seen_above, accepted_above, weight_above, seen, accepted, weight):
+    # One call for both: of a large batch's step the calls are what takes the time.
+    bins = _bin(probs)
+    prior = _corrected(probs, bins, probs, seen_above, accepted_above, weight_above)
+    return _corrected(probs, bins, prior, seen, accepted, weight)
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ class DraftPlanner:
         self.drafters: dict[str, Drafter] = (
             {name: load(name, context) for name in names} if active else {}
         )
+        self._biasing = any(hasattr(drafter, "bias") for drafter in self.drafters.values())
         self.requests = RequestTable(
             self.drafters, names, context.options.default_drafter, max_width - 1, max_requests
         )
@@ -132,6 +133,8 @@ class DraftPlanner:
 
     def biases(self, running: Sequence[RunningRequest | None]) -> list[Bias | None]:
         """What each request's next tokens are biased to; None: nothing."""
+        if not self._biasing:
+            return [None] * len(running)
         return [None if r is None else self._bias(r) for r in running]
 
     def biases_in_prefill(self, reqs: Sequence["Req"]) -> list[Bias | None]:

@@ -214,14 +214,12 @@ def pack(roots: Sequence[int], trees: Sequence[TokenTree], width: int) -> Packed
     bs = len(roots)
     tokens = np.zeros((bs, width), dtype=np.int64)
     parents = np.full((bs, width), NO_PARENT, dtype=np.int32)
-    sizes = np.empty(bs, dtype=np.int64)
+    nodes = np.array([len(tree.tokens) for tree in trees], dtype=np.int64)
     tokens[:, 0] = roots
-    for row, tree in enumerate(trees):
-        n = min(len(tree), width - 1)
-        tokens[row, 1 : n + 1] = tree.tokens[:n]
-        parents[row, 1 : n + 1] = tree.parents[:n] + 1
-        sizes[row] = n + 1
-    return linked(tokens, parents, sizes)
+    if nodes.any():
+        of_trees = np.concatenate([tree.tokens for tree in trees])
+        _place(tokens, parents, of_trees, np.concatenate([t.parents for t in trees]), nodes)
+    return linked(tokens, parents, 1 + np.minimum(nodes, width - 1))
 
 
 def linked(
@@ -230,6 +228,17 @@ def linked(
     """The packed trees of these nodes; what is shown by `parents` is made from them."""
     depths, mask, next_token, next_sibling = _link(parents, sizes)
     return PackedTrees(tokens, parents, depths, mask, next_token, next_sibling, sizes)
+
+
+@numba.njit(cache=True, nogil=True)
+def _place(tokens, parents, of_trees, their_parents, nodes):
+    """Bring trees that stand one behind the other to their rows, behind the roots."""
+    first = 0
+    for row, size in enumerate(nodes):
+        for i in range(min(size, tokens.shape[1] - 1)):
+            tokens[row, 1 + i] = of_trees[first + i]
+            parents[row, 1 + i] = their_parents[first + i] + 1
+        first += size
 
 
 @numba.njit(cache=True, nogil=True)

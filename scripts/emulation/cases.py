@@ -6,14 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from scripts.emulation.traffic import Job
-from scripts.prompts import Prompt, spec_bench
+from scripts.prompts import Prompt
 
 DRAFTERS = ("sssd", "random", "oracle")
 # Prefills of more are split; a long prompt below has several times as many.
 CHUNK = 128
-# Eight of the long outputs below need more, so that requests are retracted.
-POOL = 1280
-LONG_OUTPUT = 160
 
 # ignore_eos where a case is not about how an output ends.
 _FEATURES: dict[str, list[dict[str, Any]]] = {
@@ -85,21 +82,11 @@ def make_cases(
     return _mixed(made, others)
 
 
-def retraction_jobs() -> list[Job]:
-    """Eight requests whose prompts fit in the pool together, with their outputs they do not."""
-    prompts = spec_bench(max_prompt_tokens=120)[:8]
-    drafters = ("sssd", "random", "none", "oracle", "random", "sssd", "random", "none")
-    return [
-        _job("retraction", prompt, {"ignore_eos": True}, drafter, LONG_OUTPUT)
-        for prompt, drafter in zip(prompts, drafters, strict=True)
-    ]
-
-
 def oracle_lines(jobs: Sequence[Job], answers: Sequence[Any]) -> list[str]:
     """The lines of the oracle drafter's file: of each prompt the longest plain output."""
     known: dict[tuple[int, ...], list[int]] = {}
     for job, answer in zip(jobs, answers, strict=True):
-        if job.feature in ("prompts", "retraction", "chunked"):
+        if job.feature in ("prompts", "chunked"):
             prompt = tuple(job.body["input_ids"])
             known[prompt] = max(known.get(prompt, []), answer["output_ids"], key=len)
     return [json.dumps({"prompt": p, "output": output}) for p, output in known.items()]

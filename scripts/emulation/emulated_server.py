@@ -14,13 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import requests
 
 from scripts.emulation import cases
-from scripts.emulation.cpu_threads import one_thread
+from scripts.emulation.environment import environment, one_thread
 from scripts.emulation.traffic import Job, ask, difference, first_difference, run
 from scripts.figures import parser, report
 from scripts.prompts import MODEL, spec_bench
@@ -28,8 +29,8 @@ from scripts.server import Server
 
 IN_FLIGHT = 8
 _CHUNKS = ["--chunked-prefill-size", str(cases.CHUNK)]
-# Requests are let in although the pool cannot hold what they may come to need.
-_TIGHT = ["--max-total-tokens", str(cases.POOL), "--schedule-conservativeness", "0.05"]
+# SGLang's own test switch: at every so many passes a request is retracted, whatever it asked for.
+_RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
 _SSSD = ["--speculative-algorithm", "SSSD", "--enable-metrics"]
 _IDLE_S = 120
 _RUNNING = re.compile(r"^sglang:num_running_reqs\{.*\} (\S+)$", re.M)
@@ -56,8 +57,12 @@ def emulated_server(oracle: Path | None = None, *more: str) -> EmulatedServer:
     drafters = ["--drafters", "random,ssbd"]
     if oracle is not None:
         drafters = ["--drafters", "random,ssbd,oracle", "--oracle-file", str(oracle)]
-    flags = [*_SSSD, *drafters, *_CHUNKS, *_TIGHT, *more]
-    return EmulatedServer(MODEL, flags, name="emulated")
+    return EmulatedServer(MODEL, [*_SSSD, *drafters, *_CHUNKS, *more], name="emulated")
+
+
+def retracting() -> AbstractContextManager[None]:
+    """Servers that start within it retract requests all the time."""
+    return environment(**_RETRACTING)
 
 
 def emulated_figures(quick: bool) -> dict[str, float]:
@@ -67,41 +72,25 @@ def emulated_figures(quick: bool) -> dict[str, float]:
         emulated_prompts (different ones, without those of features), emulated_answers,
         emulated_mismatches (all of them), emulated_mismatches_FEATURE for each feature, "prompts"
         among them, emulated_excluded (plain SGLang contradicts itself), emulated_retractions,
-        emulated_stuck (requests that run on after all have ended); and whisper_figures.
+        emulated_stuck (requests that run on after all have ended).
     """
     prompts = spec_bench(MODEL, max_prompt_tokens=80 if quick else 120)[: 21 if quick else 104]
     jobs = cases.make_cases(prompts, 16 if quick else 32, 1 if quick else 3, not quick)
-    # A batch of eight at once, at the end.
-    long = cases.retraction_jobs()
     with one_thread(), plain_server() as plain, tempfile.TemporaryDirectory() as folder:
-        expected = [
-            answer
-            for part in (jobs, long)
-            for answer in _timed("plain", plain, part, drafted=False)
-        ]
-        jobs += long
+        expected = _timed("plain", plain, jobs, drafted=False)
         oracle = Path(folder) / "truth.jsonl"
         oracle.write_text("\n".join(cases.oracle_lines(jobs, expected)))
-        with emulated_server(oracle) as emulated:
+        with retracting(), emulated_server(oracle) as emulated:
             check_settings(emulated)
-            got = [
-                answer
-                for part in (jobs[: -len(long)], long)
-                for answer in _timed("emulated", emulated, part, drafted=True)
-            ]
+            got = _timed("emulated", emulated, jobs, drafted=True)
             stuck = left_running(emulated)
             retracted = retractions(emulated)
         figures = _count(plain, jobs, got, expected)
-    from scripts.emulation.emulated_whisper import whisper_figures
-
-    speech = whisper_figures(quick)
-    figures["emulated_mismatches"] += speech["emulated_mismatches_specasr"]
     return {
         "emulated_prompts": len(prompts),
         **figures,
         "emulated_retractions": retracted,
         "emulated_stuck": stuck,
-        **speech,
     }
 
 
@@ -133,8 +122,9 @@ def _running(server: Server) -> float:
 
 
 def retractions(server: Server) -> int:
-    """How often it took requests out of the batch for want of KV room."""
-    return server.log.read_text(errors="replace").count("Retract requests")
+    """How many requests it took out of the batch, to come back later."""
+    counts = re.findall(r"#retracted_reqs: (\d+)", server.log.read_text(errors="replace"))
+    return sum(map(int, counts))
 
 
 def _timed(label: str, server: Server, jobs: Sequence[Job], *, drafted: bool) -> list[Any]:

@@ -2,14 +2,18 @@
 
 Plain SGLang's Whisper on the CPU transcribes clips; the emulated server does so in SpecASR's modes,
 clips and modes mixed in one batch.
+
+    python -m scripts.emulation.emulated_whisper [--quick] [--json FILE]
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from scripts.emulation.cpu_threads import one_thread
 from scripts.emulation.emulated_server import EmulatedServer, check_settings, left_running
+from scripts.emulation.environment import one_thread
 from scripts.emulation.traffic import Job, ask, difference, run
+from scripts.figures import parser, report
 from scripts.server import Server
 from scripts.speech_client import MAX_NEW_TOKENS, MODES, Speech
 from scripts.speech_data import FOLDER, read_clips
@@ -86,3 +90,14 @@ def _body(clip: Speech) -> dict[str, Any]:
         "modalities": ["audio"],
         "sampling_params": {"temperature": 0.0, "max_new_tokens": MAX_NEW_TOKENS},
     }
+
+
+def main() -> int:
+    options = parser(__doc__).parse_args()
+    figures = whisper_figures(options.quick)
+    report(figures, options.json)
+    return int(figures["emulated_mismatches_specasr"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
