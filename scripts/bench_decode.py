@@ -169,7 +169,7 @@ def race(
 def summarize(
     results: Mapping[str, Mapping[str, Timing]], prompts: Sequence[Prompt]
 ) -> dict[str, float]:
-    """Print the tables; return the figures of the issue."""
+    """Print the tables; return the figures."""
     print(
         f"\n{'phase':8} {'server':8} {'tok/s':>8} {'ratio':>7} {'accept length':>14}  same tokens"
     )

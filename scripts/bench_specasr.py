@@ -279,7 +279,7 @@ def mismatches(rows: Mapping[str, Row]) -> int:
 
 
 def summarize(rows: Mapping[str, Row], seconds: float) -> dict[str, float]:
-    """The figures of the issue; times are per 10 s of audio, of TSP where no mode is named."""
+    """The figures; times are per 10 s of audio, of TSP where no mode is named."""
     plain = rows[AUTOREGRESSIVE].decoder_seconds
     tsp = rows[TWO_PASS]
     return {

@@ -96,7 +96,7 @@ def compare(
     plain: dict[int, list[list[Completion]]],
     answers: dict[tuple[str, int], list[Completion]],
 ) -> dict[str, float]:
-    """Print a line per configuration and return the figures of the issue."""
+    """Print a line per configuration and return the figures."""
     total, plain_total, checked = 0, 0, 0
     print(f"{'configuration':16} {'prompts':>7} {'differ':>7} {'accept length':>14}")
     unstable = {}

@@ -154,7 +154,7 @@ def compare(
     plain: Sequence[Sequence[Counts]],
     results: dict[str, list[Counts]],
 ) -> dict[str, float]:
-    """Print a line per kind of draft and case; return the figures of the issue."""
+    """Print a line per kind of draft and case; return the figures."""
     print(f"{'drafts':10} {'case':58} {'samples':>7} {'TV':>7} {'noise':>7} {'p':>7}")
     worst, noises, rejected, samples, smallest = 0.0, [], 0, 0, 1.0
     runs = {"plain": list(plain[1])} | results

@@ -113,7 +113,7 @@ class Summary:
         return [name for name in self.plan.methods if name in there]
 
     def figures(self) -> dict[str, Any]:
-        """The issue's figures; what cannot be had is left out.
+        """The figures; what cannot be had is left out.
 
         min_ratio_sssd_vs_ar: SSSD live's output tokens/s by AR's, the least over workloads and
             batch sizes; min_ratio_specasr_vs_ar, min_ratio_ssbd_vs_ar: likewise SpecASR TSP's and
