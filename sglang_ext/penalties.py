@@ -148,28 +148,13 @@ class DevicePenalties:
         batch, fresh = self._count(reqs, outputs)
         if not len(batch.at):
             return
-        written = self._counts.distinct[batch.rows] > 0
-        at, rows = batch.at[written], batch.rows[written]
-        sent = to_device(
-            [
-                *fresh,
-                at,
-                rows,
-                self._counts.distinct[rows],
-                self._counts.repetition[rows],
-                *self._counts.along_paths(batch.rows, batch.at, trees),
-                batch.stop_at,
-                batch.stop_tokens,
-            ],
-            self._device,
-        )
-        self._write(*sent[:3])
-        request, row, distinct, scale = sent[3:7]
-        tokens, additive = self._listed(row, distinct, rows)
+        paths = self._counts.along_paths(batch.rows, batch.at, trees)
+        sent = self._send(batch, fresh, paths)
+        request, tokens, additive, scale, stop_at, stop_tokens, *path_parts = sent
         nodes = torch.arange(trees.width, device=self._device)
         by_node = logits.view(len(reqs), trees.width, -1)
         base = (request[:, None, None], nodes[:, None], tokens[:, None])
-        node, token, path_additive, path_scale, stop_at, stop_tokens = sent[7:]
+        node, token, path_additive, path_scale = path_parts
         path = (node, token)
         # A path's tokens may be the request's as well: read before that is written, written after.
         on_path = _penalized(logits[path], path_additive, path_scale)
@@ -198,23 +183,7 @@ class DevicePenalties:
         scaling = torch.ones(shape, device=self._device)
         if not len(batch.at):
             return additive, scaling
-        written = self._counts.distinct[batch.rows] > 0
-        at, rows = batch.at[written], batch.rows[written]
-        sent = to_device(
-            [
-                *fresh,
-                at,
-                rows,
-                self._counts.distinct[rows],
-                self._counts.repetition[rows],
-                batch.stop_at,
-                batch.stop_tokens,
-            ],
-            self._device,
-        )
-        self._write(*sent[:3])
-        request, row, distinct, scale, stop_at, stop_tokens = sent[3:]
-        tokens, listed = self._listed(row, distinct, rows)
+        request, tokens, listed, scale, stop_at, stop_tokens = self._send(batch, fresh)
         additive[request[:, None], tokens] = listed
         scaling[request[:, None], tokens] = scale[:, None].expand(tokens.shape)
         if len(batch.stop_at):
@@ -292,6 +261,28 @@ class DevicePenalties:
         self._additive = _enlarged(self._additive, rows, slots)
 
     # On the device
+
+    def _send(
+        self,
+        batch: _Penalized,
+        fresh: Sequence[npt.NDArray[Any]],
+        more: Sequence[npt.NDArray[Any]] = (),
+    ) -> list[torch.Tensor]:
+        """Bring a step's arrays to the device in one copy, and write what is fresh.
+
+        Returns:
+            of the requests that have written anything their rows in the batch int64[n], their
+            tokens and penalties (`_listed`) and repetition penalties float32[n]; then stop_at and
+            stop_tokens of `batch`, and `more`.
+        """
+        written = self._counts.distinct[batch.rows] > 0
+        at, rows = batch.at[written], batch.rows[written]
+        theirs = [at, rows, self._counts.distinct[rows], self._counts.repetition[rows]]
+        stops = [batch.stop_at, batch.stop_tokens]
+        sent = to_device([*fresh, *theirs, *stops, *more], self._device)
+        self._write(*sent[:3])
+        request, row, distinct, scale, *rest = sent[3:]
+        return [request, *self._listed(row, distinct, rows), scale, *rest]
 
     def _write(self, places: torch.Tensor, tokens: torch.Tensor, additive: torch.Tensor) -> None:
         self._tokens.view(-1)[places] = tokens
