@@ -277,7 +277,12 @@ class DevicePenalties:
         """
         written = self._counts.distinct[batch.rows] > 0
         at, rows = batch.at[written], batch.rows[written]
-        theirs = [at, rows, self._counts.distinct[rows], self._counts.repetition[rows]]
+        theirs: list[npt.NDArray[Any]] = [
+            at,
+            rows,
+            self._counts.distinct[rows],
+            self._counts.repetition[rows],
+        ]
         stops = [batch.stop_at, batch.stop_tokens]
         sent = to_device([*fresh, *theirs, *stops, *more], self._device)
         self._write(*sent[:3])
