@@ -1,6 +1,6 @@
 """Which widths get graphs, what they are captured with, and how a step takes them.
 
-The runners and backends here are stand-ins that record; tests/emulated/test_graphs.py runs
+The runners and backends here are stand-ins that record; tests/emulated/test_captured_graphs.py runs
 SGLang's own.
 """
 
