@@ -60,6 +60,13 @@ class Options:
         pattern=_HEADER_NAME,
         expected="letters, digits and hyphens",
     )
+    namespace_share: float = _option(
+        0.5,
+        "of what other namespaces leave of a limit (translation sessions), as much may be one "
+        "namespace's; 1: all",
+        low=0.01,
+        high=1.0,
+    )
     prefix_length: int = _option(8, "SSSD: longest matched prefix, P", low=1, high=12)
     branch_length: int = _option(
         12, "SSSD: longest retrieved continuation, in tokens", low=1, high=64
@@ -131,6 +138,18 @@ class Options:
     )
     transcription_parallel: int = _option(
         16, "chunks of one audio that are decoded at once", low=1, high=1024
+    )
+    audio_decoders: int = _option(
+        4, "processes that decode what clients send as audio", low=1, high=256
+    )
+    audio_queue: int = _option(
+        64, "audio files that may wait for such a process; more get a 503", low=1, high=4096
+    )
+    audio_decoder_memory_mb: int = _option(
+        256, "memory that decoding one audio file may take, in MiB", low=32
+    )
+    audio_decoder_seconds: float = _option(
+        20.0, "CPU time that ten minutes of audio may take to decode, in seconds", low=0.1
     )
     translation_sessions: int = _option(1000, "translation sessions open at once", low=1)
     translation_idle_seconds: float = _option(

@@ -38,11 +38,16 @@ class ControlError(ValueError):
 
 
 class Operations:
-    """What can be asked of a datastore, and of all drafters that keep corpora."""
+    """What can be asked of a datastore, and of all drafters that keep corpora or outputs.
 
-    def __init__(self, datastore: Datastore, corpora: Corpora):
+    Args:
+        drafters: those that have `forget` are told of deletions.
+    """
+
+    def __init__(self, datastore: Datastore, drafters: Collection[Any]):
         self._datastore = datastore
-        self._corpora = corpora
+        self._corpora = Corpora(drafters)
+        self._forget = [d.forget for d in drafters if hasattr(d, "forget")]
         self._operations: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "info": self._info,
             "namespaces": lambda _: self._datastore.namespaces(),
@@ -81,6 +86,8 @@ class Operations:
 
     def _delete_namespace(self, request: Mapping[str, Any]) -> dict[str, int]:
         namespace = check_namespace(request.get("namespace"), "namespace")
+        self._forget_in_drafters(namespace, None)
+        self._check_writes()
         return {"tokens": self._datastore.delete_namespace(namespace)}
 
     def _delete_request(self, request: Mapping[str, Any]) -> dict[str, int]:
@@ -89,7 +96,22 @@ class Operations:
             raise ControlError("rid must be the id that the response carried")
         if namespace is not None:
             check_namespace(namespace, "namespace")
+        self._forget_in_drafters(namespace, name)
+        self._check_writes()
         return {"tokens": self._datastore.delete_document(name, namespace)}
+
+    def _check_writes(self) -> None:
+        if self._datastore.follows:
+            raise ControlError(
+                "this server has forgotten what its sessions wrote, but another one writes to the "
+                "datastore that it follows: delete there as well",
+                409,
+            )
+
+    def _forget_in_drafters(self, namespace: str | None, name: str | None) -> None:
+        """First: a request that ends meanwhile asks its drafter, then feeds the datastore."""
+        for forget in self._forget:
+            forget(namespace, name)
 
     def _add_corpus(self, request: Mapping[str, Any]) -> dict[str, int]:
         """Documents from a file that the HTTP process wrote: tokens and their ends (.npz)."""
@@ -190,6 +212,6 @@ def serve(drafters: Collection[Any], rank: int = 0) -> ControlServer | None:
         if datastore is not None:
             protocol.make_folder()
             return ControlServer(
-                protocol.socket_path(rank), Operations(datastore, Corpora(drafters))
+                protocol.socket_path(rank), Operations(datastore, drafters)
             ).start()
     return None

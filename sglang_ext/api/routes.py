@@ -4,7 +4,7 @@ GET    /datastore                          size, state, problems
 POST   /datastore/flush                    wait until all that was served is searchable
 GET    /datastore/namespaces               tokens by namespace
 DELETE /datastore/namespaces/{namespace}   forget a tenant
-DELETE /datastore/requests/{rid}           forget one request's output
+DELETE /datastore/requests/{rid}           forget one request's output, or a translation session
 """
 
 import asyncio
@@ -40,14 +40,19 @@ async def namespaces() -> JSONResponse:
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def delete_namespace(namespace: str) -> JSONResponse:
-    """Remove a namespace from memory and disk; answers when it is gone."""
+async def delete_namespace(request: Request, namespace: str) -> JSONResponse:
+    """Remove a namespace from memory and disk, and its sessions; answers when it is gone."""
+    _forget_sessions(request, namespace, None)
     return await _answer("delete_namespace", _deleted, namespace=namespace)
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def delete_request(rid: str, namespace: str | None = None) -> JSONResponse:
-    """Remove what one request contributed from memory and disk; answers when it is gone."""
+async def delete_request(request: Request, rid: str, namespace: str | None = None) -> JSONResponse:
+    """Remove what one request, or a translation session, contributed from memory and disk.
+
+    Answers when it is gone.
+    """
+    _forget_sessions(request, namespace, rid)
     return await _answer("delete_request", _deleted, rid=rid, namespace=namespace)
 
 
@@ -86,6 +91,13 @@ async def _answer(op: str, merge: Any, **arguments: Any) -> JSONResponse:
         return JSONResponse(merge(await asyncio.to_thread(call_all, op, **arguments)))
     except ControlError as error:
         return error_response(str(error), error.status)
+
+
+def _forget_sessions(request: Request, namespace: str | None, session_id: str | None) -> None:
+    """Close translation sessions, where this server has any; what they run is aborted."""
+    forget = getattr(request.app.state, "forget_sessions", None)
+    if forget is not None:
+        forget(namespace, session_id)
 
 
 def _summed(results: Sequence[dict[str, int]]) -> dict[str, int]:

@@ -207,7 +207,7 @@ class Session:
             before.translation.token_ids,
             self.namespace,
             # What is translated again in a moment would crowd the datastore.
-            ingest=final,
+            ingest=self.id if final else None,
             on_text=on_text,
         )
 

@@ -20,6 +20,9 @@ class SessionTable:
     Args:
         most: sessions open at once.
         idle_s: seconds without use after which a session expires.
+        share: of what other namespaces leave of `most`, as much may be one namespace's, 0 to 1. So
+            one that takes all it can leaves room for the next, and that one for others again
+            (dynamic thresholds, Choudhury and Hahne 1998).
         stopping: whether the server is shutting down; what listens to sessions is ended then, or
             it would wait for them.
         clock: monotonic seconds.
@@ -31,8 +34,10 @@ class SessionTable:
         idle_s: float,
         stopping: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
+        share: float = 1.0,
     ) -> None:
         self._most = most
+        self._share = share
         self._idle_s = idle_s
         self._stopping = stopping
         self._clock = clock
@@ -46,19 +51,17 @@ class SessionTable:
         """Keep a new session; the finished one that was used longest ago makes room.
 
         Raises:
-            ApiError: too many are open (429).
+            ApiError: too many are open, of all or of its namespace (429).
         """
-        if len(self) >= self._most:
+        namespace = session.namespace
+        if not self._has_room(namespace):
             self.drop_expired()
+        if not self._has_room(namespace):
+            self._drop_finished(namespace)
         if len(self) >= self._most:
             self._drop_finished()
-        if len(self) >= self._most:
-            raise ApiError(
-                f"{self._most} translation sessions are open, which is this server's limit "
-                "(--translation-sessions); finish or delete one",
-                429,
-                code="too_many_sessions",
-            )
+        if not self._has_room(namespace):
+            raise self._full(namespace)
         self._sessions[session.id] = session
         if self._sweeper is None or self._sweeper.done():
             self._sweeper = asyncio.create_task(self._sweep())
@@ -86,6 +89,12 @@ class SessionTable:
         """
         self._drop(self.get(session_id, namespace))
 
+    def forget(self, namespace: str | None, session_id: str | None = None) -> None:
+        """Close a namespace's sessions (None: of all), or the one of this id in it."""
+        for session in list(self._sessions.values()):
+            if namespace in (None, session.namespace) and session_id in (None, session.id):
+                self._drop(session)
+
     def message(self, session: Session) -> Message:
         """The session, with the Unix time at which it expires if nobody uses it."""
         left = session.used_at + self._idle_s - self._clock()
@@ -103,8 +112,32 @@ class SessionTable:
         del self._sessions[session.id]
         session.close()
 
-    def _drop_finished(self) -> None:
-        finished = [s for s in self._sessions.values() if s.finished]
+    def _has_room(self, namespace: str) -> bool:
+        own = self._of(namespace)
+        limit = int(self._share * (self._most - (len(self) - own)))
+        return len(self) < self._most and own < max(1, limit)
+
+    def _of(self, namespace: str) -> int:
+        return sum(s.namespace == namespace for s in self._sessions.values())
+
+    def _full(self, namespace: str) -> ApiError:
+        if len(self) >= self._most:
+            message = (
+                f"{self._most} translation sessions are open, which is this server's limit "
+                "(--translation-sessions); finish or delete one"
+            )
+        else:
+            message = (
+                f"{self._of(namespace)} translation sessions of this namespace are open, which is "
+                f"its share of the {self._most} that this server has (--translation-sessions, "
+                "--namespace-share); finish or delete one"
+            )
+        return ApiError(message, 429, code="too_many_sessions")
+
+    def _drop_finished(self, namespace: str | None = None) -> None:
+        finished = [
+            s for s in self._sessions.values() if s.finished and namespace in (None, s.namespace)
+        ]
         if finished:
             self._drop(min(finished, key=lambda s: s.used_at))
 

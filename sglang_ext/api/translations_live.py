@@ -82,6 +82,7 @@ def add_routes(app: FastAPI, backend: Callable[[], Backend] | None = None) -> No
     ):
         app.add_api_route(path, _answering(endpoint), methods=[method], response_model=None)
     app.add_api_websocket_route(one + "/ws", routes.socket)
+    app.state.forget_sessions = routes.forget
 
 
 class _Routes:
@@ -120,6 +121,10 @@ class _Routes:
         """Forget a session; a running update is aborted."""
         self._backend().table.delete(session_id, self._namespace(request))
         return JSONResponse({"id": session_id, "object": "translation.session", "deleted": True})
+
+    def forget(self, namespace: str | None, session_id: str | None) -> None:
+        """What deletions call (routes.py), as SessionTable.forget."""
+        self._backend().table.forget(namespace, session_id)
 
     async def update(self, request: Request, session_id: str) -> Response:
         """Change the source and translate it."""
@@ -304,6 +309,8 @@ def _backend() -> Backend:
             options.translation_sessions,
             options.translation_idle_seconds,
             stopping=lambda: manager.gracefully_exit,
+            # Only the header names the namespace of a session.
+            share=options.namespace_share if options.namespace_header else 1.0,
         ),
         options,
         serving.api_key,

@@ -76,7 +76,7 @@ class Translator:
         source: str,
         draft: Sequence[int],
         namespace: str,
-        ingest: bool,
+        ingest: str | None,
         on_text: OnText | None = None,
     ) -> Translation:
         """Translate `source`; if this task is cancelled, SGLang aborts the request.
@@ -84,7 +84,7 @@ class Translator:
         Args:
             draft: token ids of the last translation.
             namespace: whose served outputs the request reads and joins.
-            ingest: whether the output may join the datastore.
+            ingest: the name by which the output joins the datastore; None: it does not.
             on_text: gets the text so far, again and again.
 
         Raises:
@@ -141,7 +141,7 @@ class Translator:
         source: str,
         draft: Sequence[int],
         namespace: str,
-        ingest: bool,
+        ingest: str | None,
         stream: bool,
     ) -> Any:
         from sglang.srt.managers.io_struct import GenerateReqInput
@@ -162,7 +162,8 @@ class Translator:
             "custom_params": {
                 "drafter": "ssbd",
                 "namespace": namespace,
-                "ingest": ingest,
+                "ingest": ingest is not None,
+                **({"ingest_name": ingest} if ingest is not None else {}),
                 "ssbd": {name: value for name, value in ssbd.items() if value is not None},
             },
         }

@@ -120,6 +120,10 @@ class Drafter(Protocol):
       its prompt included. Changes what is written: only for requests that ask for it.
     - `take_bigrams(bigrams)`: called once before the first request, with datastores.Bigrams: the
       target's likeliest next tokens by token. Not called where the target cannot be asked.
+    - `forget(namespace, name)`: called in another thread when a namespace (name None) or what one
+      request contributed is deleted; namespace None: in all. Whatever a drafter keeps of finished
+      requests must be gone when it returns, and what is drafted from it in the next step; not
+      called for what `datastore` holds.
     - `check(params)`: raises ValueError for custom_params that it cannot use; called where the
       client gets the message. A static method.
     - `counters`: a mapping of totals since the start by name, reported as a metric.

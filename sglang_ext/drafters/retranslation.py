@@ -7,8 +7,7 @@ rest is written plainly. Behind the first disagreement the previous output is re
 """
 
 import dataclasses
-import time
-from collections import OrderedDict
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -18,9 +17,12 @@ from sglang.srt.environ import envs
 
 from sglang_ext.drafters import Bias, DrafterContext, DraftRequest, load
 from sglang_ext.drafters.realignment import PreviousOutput
-from sglang_ext.drafters.retrieval import namespace_of
+from sglang_ext.drafters.retrieval import deletion_name, namespace_of
+from sglang_ext.drafters.session_outputs import Output, SessionOutputs, is_secret
 from sglang_ext.requests import shown
 from sglang_ext.tree import TokenTree, merged
+
+logger = logging.getLogger(__name__)
 
 # The key of custom_params under which a request sets RetranslationOptions.
 PARAMETER = "ssbd"
@@ -39,7 +41,8 @@ class RetranslationOptions:
             session. Names belong to the request's namespace.
         draft: token ids to draft instead; None: the session's last output.
         beta: bias towards the draft, 0 (none, the output is plain decoding's) to 1; None: the
-            server's.
+            server's. It counts for a draft that the request brings and for a session whose name
+            is a secret (`is_secret`); others of the namespace may have written to the rest.
         trim: so many tokens at the draft's end are not drafted (mask-k that trims the draft too).
         realign: draft on from the previous output behind a disagreement.
         retrieve: draft from the prompt, the output and the datastore behind a disagreement.
@@ -76,6 +79,11 @@ class RetranslationOptions:
             given["draft"] = tuple(given["draft"])
         return cls(**given)
 
+    @property
+    def owns_its_draft(self) -> bool:
+        """Whether nobody else can have written what is drafted, so that a bias may count."""
+        return self.draft is not None or (self.session is not None and is_secret(self.session))
+
 
 def _check(name: str, value: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -103,50 +111,13 @@ def _check(name: str, value: Any) -> None:
         raise ValueError(f"{PARAMETER}.{name} must be {expected}, got {shown(value)}")
 
 
-class SessionOutputs:
-    """The last output of each session, the least recently used forgotten first.
-
-    What is forgotten costs a session its draft, nothing else.
-
-    Args:
-        most: sessions kept.
-        idle_s: seconds after which a session that was not used is forgotten.
-    """
-
-    def __init__(self, most: int, idle_s: float) -> None:
-        self._most = most
-        self._idle_s = idle_s
-        self._outputs: OrderedDict[tuple[str, str], tuple[float, tuple[int, ...]]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._outputs)
-
-    def get(self, namespace: str, session: str) -> tuple[int, ...]:
-        """A session's last output; empty if it is not known."""
-        self._drop_idle()
-        _, tokens = self._outputs.get((namespace, session), (0.0, ()))
-        return tokens
-
-    def put(self, namespace: str, session: str, tokens: Sequence[int]) -> None:
-        """This is a session's last output now."""
-        self._outputs[namespace, session] = time.monotonic(), tuple(tokens)
-        self._outputs.move_to_end((namespace, session))
-        self._drop_idle()
-
-    def _drop_idle(self) -> None:
-        oldest = time.monotonic() - self._idle_s
-        while self._outputs:
-            used, _ = next(iter(self._outputs.values()))
-            if len(self._outputs) <= self._most and used >= oldest:
-                break
-            self._outputs.popitem(last=False)
-
-
 @dataclass
 class _State:
     options: RetranslationOptions
     previous: PreviousOutput
-    retrieved: DraftRequest | None
+    source: Output | None
+    """The session's output that is drafted; None: the request brought its own draft, or none."""
+    retrieved: DraftRequest | None = None
     """The request as the retrieval drafter sees it; None: it was not asked yet."""
 
 
@@ -160,6 +131,7 @@ class RetranslationDrafter:
         self._eos = context.eos_token_ids
         self._sessions = SessionOutputs(options.ssbd_sessions, options.ssbd_idle_seconds)
         self._retrieval = load("sssd", context)
+        self._told = False
         self.counters: dict[str, float] = {"sessions": 0.0, "drafted_sessions": 0.0}
 
     @staticmethod
@@ -173,6 +145,12 @@ class RetranslationDrafter:
             options = RetranslationOptions.parse(params.get(PARAMETER))
         except ValueError as error:
             raise ValueError(f"custom_params.{error}") from None
+        if options.beta and options.session is not None and not options.owns_its_draft:
+            raise ValueError(
+                f"custom_params.{PARAMETER}.beta must be 0 or left out for the session "
+                f"{shown(options.session)}: others could guess this name and write to it. Name the "
+                f"session by a random UUID (version 4), or send the draft"
+            )
         # SGLang's msgspec messages hold no list within an object (CustomParamValue in
         # sampling_params.py): the scheduler could not read the request.
         if options.draft is not None and not envs.SGLANG_USE_PICKLE_IPC.get():
@@ -188,21 +166,23 @@ class RetranslationDrafter:
 
     def foresee(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         """The beginning of each session's last output."""
-        return [r.state.previous.drafts(max_nodes) for r in requests]
+        return [self._state(r).previous.drafts(max_nodes) for r in requests]
 
     def start(self, request: DraftRequest) -> None:
         """Take the output so far: one token, or more after a retraction."""
         if request.state is None:
             request.state = self._open(request)
-        request.state.previous.follow(request.output)
+        self._state(request).previous.follow(request.output)
 
     def observe(self, request: DraftRequest, tokens: Sequence[int]) -> None:
         """Follow the previous output."""
-        request.state.previous.follow(request.output)
+        self._state(request).previous.follow(request.output)
 
     def bias(self, request: DraftRequest) -> Bias | None:
         """Towards what is left of the previous output while the two agree."""
-        state: _State = request.state
+        state = self._state(request)
+        if not state.options.owns_its_draft:
+            return None
         beta = self._beta if state.options.beta is None else state.options.beta
         tokens = state.previous.expected()
         if not tokens and state.options.bias_realigned:
@@ -211,7 +191,7 @@ class RetranslationDrafter:
 
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         """The rest of the previous output; behind a disagreement realigned, and retrieval."""
-        trees = [self._from_previous(r.state, max_nodes) for r in requests]
+        trees = [self._from_previous(self._state(r), max_nodes) for r in requests]
         rows = [i for i, r in enumerate(requests) if self._retrieves(r.state)]
         if rows:
             found = self._retrieval.propose([self._retrieved(requests[i]) for i in rows], max_nodes)
@@ -221,30 +201,66 @@ class RetranslationDrafter:
 
     def finish(self, request: DraftRequest, completed: bool) -> None:
         """Keep the output as the session's next draft."""
-        state: _State = request.state
+        state = self._state(request)
         request.state = None
-        if not completed:
+        # What was deleted may stand in an output that was biased towards it.
+        if not completed or (state.source is not None and state.source.forgotten):
             return
-        self._retrieval.finish(dataclasses.replace(request), completed)
         if state.options.session is not None:
             output = list(request.output)
             while output and output[-1] in self._eos:
                 output.pop()
-            self._sessions.put(namespace_of(request), state.options.session, output)
+            self._sessions.put(
+                namespace_of(request),
+                state.options.session,
+                deletion_name(request),
+                output,
+                state.source,
+            )
             self.counters["sessions"] = len(self._sessions)
+        # Last: a deletion comes the other way, so that it finds the one where it finds the other.
+        self._retrieval.finish(dataclasses.replace(request), completed)
+
+    def forget(self, namespace: str | None, name: str | None = None) -> None:
+        """Forget what sessions wrote, as SessionOutputs.forget; in any thread.
+
+        A request that drafts from it goes on without in its next step, and is not kept.
+        """
+        self._sessions.forget(namespace, name)
+        self.counters["sessions"] = len(self._sessions)
 
     def _open(self, request: DraftRequest) -> _State:
         options = RetranslationOptions.parse(request.params.get(PARAMETER))
-        draft = options.draft
-        if draft is None:
-            session = options.session
-            draft = self._sessions.get(namespace_of(request), session) if session else ()
+        draft: Sequence[int] = options.draft or ()
+        source = None
+        if options.draft is None and options.session is not None:
+            source = self._sessions.get(namespace_of(request), options.session)
+            draft = () if source is None else source.tokens
         draft = draft[: max(0, len(draft) - options.trim)]
         # What is no token cannot be written: nothing behind it is of use.
         draft = tuple(takewhile(lambda token: token < self._vocab_size, draft))
         if draft:
             self.counters["drafted_sessions"] += 1
-        return _State(options, PreviousOutput(draft), None)
+        if self._beta and not options.owns_its_draft and options.session is not None:
+            self._tell_of_names()
+        return _State(options, PreviousOutput(draft), source)
+
+    def _tell_of_names(self) -> None:
+        if not self._told:
+            self._told = True
+            logger.info(
+                "SSBD: sessions with names that others could guess are drafted without a bias; "
+                "random UUIDs get it (docs/ssbd.md)"
+            )
+
+    @staticmethod
+    def _state(request: DraftRequest) -> _State:
+        """The request's state, without its draft once that was deleted."""
+        state: _State = request.state
+        if state.source is not None and state.source.forgotten and state.previous.tokens:
+            state.previous = PreviousOutput(())
+            state.previous.follow(request.output)
+        return state
 
     @staticmethod
     def _from_previous(state: _State, max_nodes: int) -> TokenTree:

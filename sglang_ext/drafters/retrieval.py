@@ -100,7 +100,7 @@ class RetrievalDrafter:
             self.datastore.add(
                 [*request.prompt[-PROMPT_TAIL:], *request.output],
                 namespace=namespace_of(request),
-                name=request.params.get("ingest_name") or request.rid,
+                name=deletion_name(request),
             )
 
     def add_corpus(self, name: str, documents: Sequence[Sequence[int]]) -> int:
@@ -119,6 +119,11 @@ class RetrievalDrafter:
 def namespace_of(request: DraftRequest) -> str:
     """Whose served outputs a request reads and joins; its options were checked before."""
     return request.params.get("namespace") or DEFAULT_NAMESPACE
+
+
+def deletion_name(request: DraftRequest) -> str:
+    """What can be deleted by: the name that a request gave its output, or its id."""
+    return request.params.get("ingest_name") or request.rid
 
 
 def open_datastore(context: DrafterContext) -> Datastore:

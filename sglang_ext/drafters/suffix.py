@@ -85,6 +85,16 @@ class SuffixDrafter:
         """Tokens by named corpus."""
         return {name: sum(map(len, documents)) for name, documents in self._corpora.items()}
 
+    def forget(self, namespace: str | None, name: str | None = None) -> None:
+        """Forget a namespace's cache (None: all), for one request of it too: names are not kept.
+
+        Requests that run keep theirs until they end.
+        """
+        # Anew and not in place, as above.
+        self._caches = OrderedDict(
+            (n, c) for n, c in self._caches.items() if namespace not in (None, n)
+        )
+
     def _cache(self, namespace: str) -> Any:
         caches = self._caches
         if namespace not in caches:

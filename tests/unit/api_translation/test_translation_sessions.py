@@ -96,6 +96,8 @@ def test_the_mask_holds_back_what_the_draft_keeps(manager):
         update = await updated(session, append(" g", final=True))
         assert (update["stable"], update["unstable"], update["final"]) == ("AB CD EF G", "", True)
         assert [r.params["ingest"] for r in manager.requests] == [False, False, True]
+        names = [r.params.get("ingest_name") for r in manager.requests]
+        assert names == [None, None, session.id]  # what a client can delete by
         update = await updated(session, append("h i"))
         assert (update["stable"], update["final"]) == ("AB CD EF GH", False)
 
@@ -409,5 +411,79 @@ def test_fifty_sessions_of_random_use_stay_apart():
             draft = bytes(request.params["ssbd"].get("draft", b"")).decode()
             assert manager.source(request).upper().startswith(draft)
         assert manager.running == 0 and manager.aborted and 0 < len(table) < 50
+
+    asyncio.run(run())
+
+
+def test_no_namespace_takes_all_sessions(manager):
+    async def run():
+        table = SessionTable(100, 60, lambda: False, share=0.5)
+
+        def fill(namespace):
+            count = 0
+            with pytest.raises(ApiError, match="of this namespace are open") as raised:
+                while True:
+                    table.add(make(manager, namespace=namespace))
+                    count += 1
+            assert raised.value.status == 429 and raised.value.code == "too_many_sessions"
+            return count
+
+        assert [fill(name) for name in ("greedy", "next", "third")] == [50, 25, 12]
+        for number in range(8):  # and one more namespace after the other has its first
+            table.add(make(manager, namespace=f"small-{number}"))
+        table.forget("greedy")
+        assert fill("next") > 0
+
+    asyncio.run(run())
+
+
+def test_a_share_is_at_least_one_session_and_the_limit_holds_for_all(manager):
+    async def run():
+        table = SessionTable(3, 60, lambda: False, share=0.01)
+        for namespace in "abc":
+            table.add(make(manager, namespace=namespace))
+        with pytest.raises(ApiError, match="3 translation sessions are open, which is this server"):
+            table.add(make(manager, namespace="d"))
+
+    asyncio.run(run())
+
+
+def test_at_its_share_a_namespace_replaces_its_own_finished_sessions_only(manager):
+    async def run():
+        table = SessionTable(4, 60, lambda: False, share=0.5)
+        others = make(manager, namespace="other")
+        await others.finish().result()
+        own = make(manager, namespace="mine")
+        for session in (others, own):
+            table.add(session)
+        with pytest.raises(ApiError, match="--namespace-share"):
+            table.add(make(manager, namespace="mine"))
+        await own.finish().result()
+        table.add(make(manager, namespace="mine"))
+        assert table.get(others.id, "other") is others
+        with pytest.raises(ApiError, match="there is no translation session"):
+            table.get(own.id, "mine")
+
+    asyncio.run(run())
+
+
+def test_deletions_close_the_sessions_that_they_name(manager):
+    async def run():
+        table = SessionTable(9, 60, lambda: False)
+        made = [make(manager, namespace=n) for n in ("a", "a", "b", "b")]
+        for session in made:
+            table.add(session)
+        manager.gate.clear()
+        running = made[0].update(append("x"), False)
+        await reach(lambda: manager.running == 1)
+        table.forget("b", made[0].id)  # another namespace's: nothing
+        table.forget(None, made[2].id)
+        assert [s.gone.is_set() for s in made] == [False, False, True, False]
+        table.forget("a")
+        assert [s.gone.is_set() for s in made] == [True, True, True, False]
+        with pytest.raises(ApiError, match="there is no translation session"):
+            await running.result()
+        manager.gate.set()
+        assert len(table) == 1 and table.get(made[3].id, "b") is made[3]
 
     asyncio.run(run())

@@ -13,7 +13,7 @@ from tests.unit.api_translation.fake_manager import EOS, FakeManager
 SETTINGS = SessionSettings("English", "French", template="{target_language}:\n{source}")
 
 
-def translate(manager, source, settings=SETTINGS, draft=(), on_text=None, ingest=False):
+def translate(manager, source, settings=SETTINGS, draft=(), on_text=None, ingest=None):
     translator = Translator(manager, {"enable_thinking": True, "style": "x"})
     return asyncio.run(
         translator.translate(settings, source, draft, "acme", ingest=ingest, on_text=on_text)
@@ -46,12 +46,13 @@ def test_the_request_carries_the_draft_and_the_settings(manager):
     settings = SessionSettings(
         "a", "b", beta=0.0, trim_draft=2, realign=False, seed=5, temperature=0.5
     )
-    translate(manager, "hi", settings, draft=(7, 8), ingest=True)
+    translate(manager, "hi", settings, draft=(7, 8), ingest="trs-1")
     sampling = manager.requests[0].sampling_params
     assert sampling["custom_params"] == {
         "drafter": "ssbd",
         "namespace": "acme",
         "ingest": True,
+        "ingest_name": "trs-1",
         "ssbd": {"draft": [7, 8], "beta": 0.0, "trim": 2, "realign": False, "retrieve": True},
     }
     assert (sampling["temperature"], sampling["top_p"], sampling["sampling_seed"]) == (0.5, 0.8, 5)
@@ -147,7 +148,7 @@ def test_a_cancelled_translation_is_aborted(manager):
     async def run():
         manager.gate.clear()
         task = asyncio.create_task(
-            Translator(manager).translate(SETTINGS, "hi", (), "acme", ingest=False)
+            Translator(manager).translate(SETTINGS, "hi", (), "acme", ingest=None)
         )
         while not manager.running:
             await asyncio.sleep(0)

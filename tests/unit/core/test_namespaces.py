@@ -79,6 +79,8 @@ def test_one_request_never_sees_anothers_header(app):
 class FakeDatastore:
     """Two namespaces, and a flush that can be slow."""
 
+    follows = False
+
     def __init__(self):
         self.tokens = {"a": 5, "b": 7}
         self.num_tokens = 12
@@ -103,15 +105,17 @@ def served(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(protocol.FOLDER_VARIABLE, str(folder))
         store = FakeDatastore()
-        server = serve([SimpleNamespace(), SimpleNamespace(datastore=store)])
-    yield folder, store
+        told = []
+        keeper = SimpleNamespace(forget=lambda *args: told.append(args))
+        server = serve([keeper, SimpleNamespace(datastore=store), SimpleNamespace()])
+    yield folder, store, told
     server.shutdown()
     server.server_close()
 
 
 @pytest.fixture
 def control(served, monkeypatch):
-    folder, store = served
+    folder, store = served[:2]
     monkeypatch.setenv(protocol.FOLDER_VARIABLE, str(folder))
     store.tokens = {"a": 5, "b": 7}
 
@@ -124,6 +128,29 @@ def test_routes_reach_the_datastore(app, control):
     assert app.delete("/datastore/requests/chatcmpl/1").json() == {"deleted_tokens": 3}
     other = app.delete("/datastore/requests/chatcmpl/1", params={"namespace": "b"})
     assert other.json() == {"deleted_tokens": 0}
+
+
+def test_deletions_reach_drafters_and_translation_sessions(app, served, control):
+    told, closed = served[2], []
+    app.app.state.forget_sessions = lambda *args: closed.append(args)
+    told.clear()
+    try:
+        assert app.delete("/datastore/namespaces/b").is_success
+        assert app.delete("/datastore/requests/r/1").is_success
+        assert app.delete("/datastore/requests/r/1", params={"namespace": "a"}).is_success
+    finally:
+        del app.app.state.forget_sessions
+    assert told == closed == [("b", None), (None, "r/1"), ("a", "r/1")]
+
+
+def test_a_follower_forgets_its_own_and_says_who_has_the_rest(app, served, control, monkeypatch):
+    monkeypatch.setattr(served[1], "follows", True)
+    served[2].clear()
+    for path in ("/datastore/namespaces/a", "/datastore/requests/r"):
+        response = app.delete(path)
+        assert response.status_code == 409 and "delete there as well" in response.text
+    assert served[2] == [("a", None), (None, "r")]
+    assert served[1].tokens == {"a": 5, "b": 7}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """SSSD's peers: each drafts by its own published rule, compared with the rule written plainly."""
 
+import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -175,6 +177,46 @@ def test_suffix_decoding_drafts_from_corpora_until_they_are_removed(suffix):
     assert drafted(suffix, DraftRequest("a", [9], [80, 81])).tokens.tolist() == [82]
     suffix.remove_corpus("c")
     assert len(drafted(suffix, DraftRequest("b", [9], [80, 81]))) == 0
+
+
+class FakeSuffixCache:
+    """As much of the package's cache as tells one from another."""
+
+    def __init__(self, **_limits):
+        self.responses: dict[str, list[int]] = {}
+
+    def start_request(self, rid, prompt):
+        self.responses[rid] = []
+
+    def add_active_response(self, rid, tokens):
+        self.responses[rid] += tokens.tolist()
+
+    def stop_request(self, rid):
+        pass
+
+
+def test_suffix_decoding_forgets_a_deleted_namespace_and_keeps_the_others(monkeypatch):
+    package = SimpleNamespace(SuffixDecodingCache=FakeSuffixCache)
+    monkeypatch.setitem(sys.modules, "arctic_inference", package)
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", package)
+    from sglang_ext.drafters.suffix import SuffixDrafter
+
+    drafter = SuffixDrafter(CONTEXT)
+
+    def serve(rid, namespace):
+        made = DraftRequest(rid, [1], [60, 61], {"namespace": namespace})
+        drafter.start(made)
+        known, made.state.cached_requests = made.state, ()
+        drafter.finish(made, True)
+        return known.responses
+
+    for namespace in ("a", "b"):
+        serve("one", namespace)
+    drafter.forget("a")
+    assert list(serve("two", "a")) == ["two"]
+    assert list(serve("two", "b")) == ["one", "two"]
+    drafter.forget(None, "one")
+    assert list(serve("three", "b")) == ["three"]
 
 
 # -- corpora --------------------------------------------------------------------------------------

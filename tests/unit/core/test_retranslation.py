@@ -1,18 +1,12 @@
 """The previous output as a draft: where it goes on, whose it is, what a request may ask."""
 
-import time
-
 import numpy as np
 import pytest
 from sglang.srt.environ import envs
 
 from sglang_ext.drafters import DrafterContext, DraftRequest, load
 from sglang_ext.drafters.realignment import PreviousOutput
-from sglang_ext.drafters.retranslation import (
-    RetranslationDrafter,
-    RetranslationOptions,
-    SessionOutputs,
-)
+from sglang_ext.drafters.retranslation import RetranslationDrafter, RetranslationOptions
 from sglang_ext.options import Options
 from sglang_ext.tree import NO_PARENT, TokenTree, merged
 
@@ -97,23 +91,6 @@ def test_merged_trees_share_their_paths():
     assert len(merged([TokenTree.empty(), TokenTree.empty()], 8)) == 0
 
 
-def test_sessions_are_bounded_and_forgotten_when_idle(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    outputs = SessionOutputs(2, 60.0)
-    for name in "abc":
-        outputs.put("default", name, [ord(name)])
-    assert outputs.get("default", "a") == ()
-    assert outputs.get("default", "b") == (ord("b"),)
-    assert outputs.get("other", "b") == ()  # another tenant's session of the same name
-    now[0] += 50
-    outputs.put("default", "b", [7])
-    now[0] += 20
-    assert outputs.get("default", "c") == ()
-    assert outputs.get("default", "b") == (7,)
-    assert len(outputs) == 1
-
-
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -126,6 +103,10 @@ def test_sessions_are_bounded_and_forgotten_when_idle(monkeypatch):
         ({"draft": [1, True]}, "ssbd.draft must be a list"),
         ({"trim": 1.5}, "ssbd.trim"),
         ({"realign": 1}, "ssbd.realign must be true or false"),
+        (
+            {"session": "talk-7", "beta": 0.2},
+            "ssbd.beta must be 0 or left out for the session 'talk",
+        ),
         ({"bata": 0.2}, "ssbd.'bata' is unknown; known: session, draft, beta"),
     ],
 )
@@ -146,13 +127,18 @@ def drafter():
     return load("ssbd", context)
 
 
+# A name that nobody guesses.
+SECRET = "8f14e45f-ceea-467f-9d5c-6a1d3c1f2b3a"
+
+
 def request(rid="r", output=(), **ssbd):
     return DraftRequest(rid, [50, 51, 52], list(output), {"ssbd": ssbd, "ingest": False})
 
 
-def write(drafter, session, tokens, namespace=None):
+def write(drafter, session, tokens, namespace=None, rid="r", **params):
     """One request of a session, from its prefill to its end."""
-    made = request(session=session)
+    made = request(rid, session=session)
+    made.params.update(params)
     if namespace:
         made.params["namespace"] = namespace
     drafter.prefill([made])
@@ -164,8 +150,8 @@ def write(drafter, session, tokens, namespace=None):
 
 
 def test_the_next_request_of_a_session_drafts_the_last_output_without_its_end(drafter):
-    write(drafter, "s", [10, 11, 12, 2])
-    made = request(session="s")
+    write(drafter, SECRET, [10, 11, 12, 2])
+    made = request(session=SECRET)
     drafter.prefill([made])
     assert drafter.foresee([made], 8)[0].tokens.tolist() == [10, 11, 12]
     bias = drafter.bias(made)
@@ -177,6 +163,83 @@ def test_the_next_request_of_a_session_drafts_the_last_output_without_its_end(dr
     drafter.observe(made, [99])
     assert drafter.bias(made) is None
     assert 12 in drafter.propose([made], 8)[0].tokens
+
+
+def drafted(drafter, session, namespace=None):
+    """What the session's next request is drafted."""
+    made = request(session=session)
+    if namespace:
+        made.params["namespace"] = namespace
+    drafter.prefill([made])
+    return drafter.foresee([made], 8)[0].tokens.tolist()
+
+
+@pytest.mark.parametrize("session", ["talk-7", "8f14e45f-ceea-367f-9d5c-6a1d3c1f2b3a", SECRET[:-1]])
+@pytest.mark.parametrize(
+    "asked", [{}, {"beta": 0.9}, {"beta": 0.9, "bias_realigned": True}], ids=str
+)
+def test_a_session_that_others_could_name_is_drafted_without_a_bias(session, asked, drafter):
+    write(drafter, session, [10, 11, 12])
+    made = request(session=session, **asked)
+    drafter.prefill([made])
+    assert drafter.foresee([made], 8)[0].tokens.tolist() == [10, 11, 12]
+    assert drafter.bias(made) is None
+    made.output += [10, 99, 11]
+    drafter.start(made)
+    assert drafter.bias(made) is None and len(drafter.propose([made], 8)[0])
+
+
+def test_a_draft_that_the_request_brings_is_biased_in_any_session(drafter):
+    RetranslationDrafter.check({"ssbd": {"session": "talk-8", "draft": [10], "beta": 0.5}})
+    RetranslationDrafter.check({"ssbd": {"session": "talk-8", "beta": 0}})
+    RetranslationDrafter.check({"ssbd": {"session": SECRET.upper(), "beta": 0.5}})
+    made = request(session="talk-8", draft=[10, 11], beta=0.5)
+    drafter.prefill([made])
+    assert list(drafter.bias(made).tokens) == [10, 11]
+
+
+def test_a_deleted_namespace_leaves_no_session_output(drafter):
+    for namespace in ("gone", "kept"):
+        write(drafter, SECRET, [10, 11, 12], namespace)
+    drafter.forget("gone", None)
+    assert drafted(drafter, SECRET, "gone") == []
+    assert drafted(drafter, SECRET, "kept") == [10, 11, 12]
+
+
+def test_a_deleted_request_leaves_its_session_nothing_by_id_or_name(drafter):
+    write(drafter, "by-id", [10, 11], "a", rid="r1")
+    write(drafter, "by-name", [10, 12], "a", rid="r2", ingest_name="mine")
+    write(drafter, "by-id", [10, 13], "b", rid="r1")
+    for name in ("r2", "other"):  # has another name; is no request's
+        drafter.forget(None, name)
+    assert [drafted(drafter, s, "a") for s in ("by-id", "by-name")] == [[10, 11], [10, 12]]
+    drafter.forget("a", "mine")
+    drafter.forget("a", "r1")
+    assert [drafted(drafter, s, "a") for s in ("by-id", "by-name")] == [[], []]
+    assert drafted(drafter, "by-id", "b") == [10, 13]
+    drafter.forget(None, "r1")
+    assert drafted(drafter, "by-id", "b") == []
+
+
+def test_a_request_that_runs_goes_on_without_what_was_deleted_and_is_not_kept(drafter):
+    write(drafter, SECRET, [10, 11, 12, 13], "gone", rid="old")
+    made = request("new", session=SECRET, beta=0.9)
+    made.params |= {"namespace": "gone", "ingest": True}
+    drafter.prefill([made])
+    write(drafter, SECRET, [20, 21], "gone", rid="beside")  # replaces it, but it is still drafted
+    made.output.append(10)
+    drafter.start(made)
+    assert drafter.bias(made) and drafter.propose([made], 8)[0].tokens[0] == 11
+    drafter.forget("gone", "old")
+    assert drafter.bias(made) is None
+    assert not {11, 12, 13} & set(drafter.propose([made], 8)[0].tokens.tolist())
+    made.output += [11, 12]
+    drafter.observe(made, [11, 12])
+    before = drafter._retrieval.datastore.info().queued_documents
+    drafter.finish(made, True)
+    assert drafted(drafter, SECRET, "gone") == [20, 21]
+    assert drafter._retrieval.datastore.info().queued_documents == before
+    assert "gone" not in drafter._retrieval.datastore.namespaces()
 
 
 def test_other_sessions_and_namespaces_have_no_draft(drafter):
