@@ -24,6 +24,12 @@ _HOST = "127.0.0.1"
 _ROUTER_TIMEOUT_S = 1800
 # Flags that the command sets for each server.
 _OWN_FLAGS = ("--port", "--host", "--disaggregation-mode", "--disaggregation-bootstrap-port")
+_ROUTERS = {
+    "mini": ("sglang_ext.disaggregation.mini_router", "--mini-lb"),
+    "rust": ("sglang_router.launch_router",),
+}
+# The headers that the Rust router passes on begin so (Authorization is one more).
+_RUST_CARRIES = "x-request-id-"
 _PACKAGES = {
     "mooncake": "mooncake-transfer-engine (with a GPU) or mooncake-transfer-engine-non-cuda",
     "nixl": "nixl",
@@ -57,7 +63,7 @@ def add_commands(commands: Any) -> None:
         help="what moves the KV [%(default)s]",
     )  # fmt: skip
     command.add_argument(
-        "--router", choices=("mini", "rust"), default="mini",
+        "--router", choices=tuple(_ROUTERS), default="mini",
         help="of sglang-router; rust has policies and retries, drops custom_params [%(default)s]",
     )  # fmt: skip
     command.add_argument("--router-flags", default="", help="further flags of the router")
@@ -99,6 +105,7 @@ def check_command(args: argparse.Namespace) -> None:
 
     Raises:
         PreflightError: a flag or a package is missing, or cannot be used here.
+        OptionError: an option's value is not usable.
     """
     if _model_of(args.rest) is None:
         raise PreflightError("--model is missing: a path, a hub id, or a name of `models list`")
@@ -113,7 +120,24 @@ def check_command(args: argparse.Namespace) -> None:
         )
     if find_spec("sglang_router") is None:
         raise PreflightError("the router needs sglang-router: pip install 'sglang-ext[pd]'")
+    if args.router == "rust":
+        _check_rust_router(options.export_flags(args, dict(os.environ)).namespace_header)
     check_port(args.host, args.port)
+
+
+def _check_rust_router(namespace_header: str) -> None:
+    """sglang-router 0.3.2 (header_utils.rs) drops what it does not know, as a tenant's name.
+
+    Raises:
+        PreflightError: all tenants would share one namespace.
+    """
+    if namespace_header and not namespace_header.lower().startswith(_RUST_CARRIES):
+        raise PreflightError(
+            f"--router rust does not pass the header {namespace_header} on, so that all tenants "
+            f"would share one namespace: give --namespace-header {_RUST_CARRIES}namespace, which "
+            "it passes on, and have your gateway set that; or --namespace-header '' where there "
+            "are no tenants; or --router mini"
+        )
 
 
 def plan_members(args: argparse.Namespace) -> list[Member]:
@@ -143,8 +167,7 @@ def plan_members(args: argparse.Namespace) -> list[Member]:
         )
         for number, port in enumerate(decode, 1)
     ]
-    router = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
-    router += ["--mini-lb"] if args.router == "mini" else []
+    router = [sys.executable, "-m", *_ROUTERS[args.router], "--pd-disaggregation"]
     router += ["--host", args.host, "--port", str(args.port)]
     router += ["--request-timeout-secs", str(_ROUTER_TIMEOUT_S)]
     for port, boot in zip(prefill, bootstrap, strict=True):

@@ -9,6 +9,7 @@ from sglang_ext import cli, disaggregation
 from sglang_ext.disaggregation import command
 from sglang_ext.disaggregation.command import check_command, plan_members
 from sglang_ext.preflight import PreflightError
+from sglang_ext.processes import free_port
 
 
 def parsed(*argv: str) -> argparse.Namespace:
@@ -92,3 +93,23 @@ def test_wrong_numbers_are_usage_errors(argv, capsys):
     with pytest.raises(SystemExit):
         parsed("--model", "m", *argv)
     assert "expected" in capsys.readouterr().err
+
+
+def test_the_rust_router_is_refused_with_a_header_that_it_drops(monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: object())
+    monkeypatch.delenv("SGLANG_EXT_NAMESPACE_HEADER", raising=False)
+    argv = ["--model", "m", "--router", "rust", "--port", str(free_port())]
+    with pytest.raises(PreflightError, match="does not pass the header x-sglang-ext-namespace on"):
+        check_command(parsed(*argv))
+    check_command(parsed(*argv, "--namespace-header", ""))
+    check_command(parsed(*argv, "--namespace-header", "X-Request-Id-Tenant"))
+    check_command(parsed("--model", "m", "--router", "mini", *argv[4:]))
+    monkeypatch.setenv("SGLANG_EXT_NAMESPACE_HEADER", "x-tenant")
+    with pytest.raises(PreflightError, match="the header x-tenant"):
+        check_command(parsed(*argv))
+
+
+def test_each_router_is_the_one_that_carries_headers():
+    assert "sglang_ext.disaggregation.mini_router --mini-lb" in commands("--model", "m")["router"]
+    rust = commands("--model", "m", "--router", "rust")["router"]
+    assert "sglang_router.launch_router --pd" in rust and "--mini-lb" not in rust
