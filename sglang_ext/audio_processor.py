@@ -6,11 +6,15 @@ tokens that come with the request, and decodes and computes features on the even
 """
 
 import asyncio
+import base64
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlparse
 
 import numpy as np
 
@@ -55,8 +59,9 @@ def _whisper_processor() -> type:
     from sglang.srt.models.whisper import WhisperForConditionalGeneration
     from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
 
+    from sglang_ext import audio_decoders
     from sglang_ext.options import Options
-    from speech.audio import SAMPLE_RATE, WINDOW_SAMPLES, log_mels
+    from speech.audio import SAMPLE_RATE, log_mels
     from speech.prompts import WhisperVocabulary
 
     class WhisperAudioProcessor(BaseMultimodalProcessor):
@@ -81,8 +86,9 @@ def _whisper_processor() -> type:
             if len(audio_data) != 1:
                 raise ValueError(f"Whisper takes one audio a request, got {len(audio_data)}")
             prompt = self._prompt(request_obj)
-            loop = asyncio.get_running_loop()
-            item = await loop.run_in_executor(self.io_executor, self._item, audio_data[0])
+            loop, threads = asyncio.get_running_loop(), audio_decoders.threads()
+            samples = await loop.run_in_executor(threads, first_window, audio_data[0])
+            item = await loop.run_in_executor(self.io_executor, self._item, samples)
             return MultimodalProcessorOutput(input_ids=prompt, mm_items=[item])
 
         def _prompt(self, request: Any) -> list[int]:
@@ -92,14 +98,15 @@ def _whisper_processor() -> type:
             timestamps = params.pop("timestamp_granularities", None)
             detect = params.pop("_detect_language", None)
             if request.input_ids:
-                return list(request.input_ids)
+                return checked_prompt(request.input_ids, self.hf_config.vocab_size)
+            if not isinstance(language, str | None):
+                raise ValueError(f"language must be text, got {str(language)[:40]!r}")
             if detect:  # SGLang's own route constrains the following tokens by a grammar
                 return [self._vocabulary.start]
             code = self._vocabulary.language_code(language or "en")
             return self._vocabulary.prompt(code, timestamps=bool(timestamps))
 
-        def _item(self, audio: Any) -> Any:
-            samples = _samples(audio)[:WINDOW_SAMPLES]
+        def _item(self, samples: np.ndarray) -> Any:
             features = self._processor.feature_extractor(
                 samples, sampling_rate=SAMPLE_RATE, padding="max_length", return_tensors="pt"
             )["input_features"][0]
@@ -122,15 +129,59 @@ def draft_mels(draft_model: str, target_mels: int) -> int | None:
     return mels if mels != target_mels else None
 
 
-def _samples(audio: Any) -> np.ndarray:
-    """float32[n] at 16 kHz of what a request may bring as audio."""
+def checked_prompt(ids: Sequence[Any], vocab_size: int) -> list[int]:
+    """The prompt that a request brings.
+
+    Raises:
+        ValueError: an id is not of the vocabulary; the embedding would end the scheduler.
+    """
+    wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
+    if wrong:
+        raise ValueError(
+            f"input_ids must be whole numbers from 0 to {vocab_size - 1}, got {str(wrong[0])[:40]}"
+        )
+    return list(ids)
+
+
+def first_window(audio: Any) -> np.ndarray:
+    """Up to 30 s of what a request may bring as audio: float32[n] at 16 kHz.
+
+    Raises:
+        ValueError: it cannot be opened or decoded.
+        fastapi.HTTPException: 503, too much audio waits to be decoded.
+    """
+    from speech.audio import WINDOW_SAMPLES
+
     if isinstance(audio, PcmAudio):
-        return audio.samples
+        return audio.samples[:WINDOW_SAMPLES]
+    from fastapi import HTTPException
+
+    from sglang_ext import audio_decoders
+    from speech.audio_errors import DecodersBusy
+
+    try:
+        with audio_decoders.pool().open(_opened(audio)) as decoded:
+            return decoded.first(WINDOW_SAMPLES)
+    except DecodersBusy as error:
+        raise HTTPException(503, str(error)) from None
+    except OSError as error:
+        raise ValueError(f"the audio cannot be opened: {error}") from None
+
+
+def _opened(audio: Any) -> BytesIO | Path:
+    """Bytes, an address, a data URL or a path, by SGLang's rules (srt/utils/common.py:load_audio).
+
+    Raises:
+        OSError, ValueError: it is none of these, or cannot be had.
+    """
     if isinstance(audio, bytes):
-        from speech.audio import decode
+        return BytesIO(audio)
+    if not isinstance(audio, str) or not audio:
+        raise ValueError(f"audio_data must be an address, a data URL or a path, got {type(audio)}")
+    if audio.startswith("data:"):
+        return BytesIO(base64.b64decode(audio.partition(",")[2], validate=True))
+    if audio.startswith(("http://", "https://")):
+        from sglang.srt.utils.common import download_remote_media
 
-        return decode(BytesIO(audio))
-    # Addresses, base64 and paths, under SGLang's own rules for them.
-    from sglang.srt.utils import load_audio
-
-    return load_audio(audio)
+        return BytesIO(download_remote_media(audio, timeout=int(os.getenv("REQUEST_TIMEOUT", "5"))))
+    return Path(unquote(urlparse(audio).path) if audio.startswith("file://") else audio)

@@ -1,10 +1,10 @@
 """Audio files of any usual format -> 16 kHz mono samples, block by block.
 
 PyAV carries FFmpeg's libraries in its wheel, so nothing else need be installed. Only a block is
-ever in memory, however long the audio.
+ever in memory, however long the audio. A server decodes what clients send in other processes
+(speech/decoders.py).
 """
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -12,11 +12,11 @@ from typing import IO, TYPE_CHECKING, Any
 import av
 import numpy as np
 
+from speech.audio_errors import AudioError, AudioTooLong
+from speech.mono import SAMPLE_RATE, MonoResampler, check_format
+
 if TYPE_CHECKING:
     import torch
-
-SAMPLE_RATE = 16_000
-"""Samples per second that Whisper and the VAD read."""
 
 WINDOW_SAMPLES = 30 * SAMPLE_RATE
 """Samples that Whisper's encoder reads at once."""
@@ -32,14 +32,6 @@ _CONTAINERS = (
 _GUESSED = ("mp3", "aac")  # without a header that states the duration
 # A frame of damage in a long file is left out; nothing but damage is no audio.
 _MAX_BAD_PACKETS = 1000
-
-
-class AudioError(ValueError):
-    """The audio cannot be read; the message says why."""
-
-
-class AudioTooLong(AudioError):
-    """The audio lasts longer than allowed."""
 
 
 class AudioReader:
@@ -117,8 +109,9 @@ class AudioReader:
         if not streams:
             raise AudioError("the file holds no audio track")
         stream = streams[0]
-        if not stream.rate or not stream.codec_context.channels:
-            raise AudioError("the audio track has no sample rate or no channels: a damaged header")
+        if stream.codec_context is None:
+            raise AudioError("the audio track names no codec that can be decoded here")
+        check_format(stream.codec_context.sample_rate, stream.codec_context.layout.nb_channels)
         stream.thread_type = "NONE"  # requests run side by side already
         return stream
 
@@ -131,14 +124,18 @@ class AudioReader:
         return None
 
     def _decoded(self) -> Iterator[np.ndarray]:
-        # All channels are kept here: FFmpeg's own downmix is louder for floats than for integers.
-        resampler = av.AudioResampler(format="fltp", rate=SAMPLE_RATE)
+        mono = MonoResampler()
+        seconds = 0.0
         try:
-            for frame in itertools.chain(self._frames(), [None]):
-                for resampled in resampler.resample(frame):
-                    yield _mono(resampled.to_ndarray())
+            for frame in self._frames():
+                # Before it is resampled: at a low rate a short frame lasts for hours.
+                seconds += frame.samples / max(frame.sample_rate, 1)
+                if seconds > self._max_seconds:
+                    raise _too_long(self._max_seconds)
+                yield from mono.push(frame)
+            yield from mono.flush()
         except (av.FFmpegError, ValueError) as error:
-            raise _unreadable(error) from None
+            raise error if isinstance(error, AudioError) else _unreadable(error) from None
 
     def _frames(self) -> Iterator[Any]:
         """Decoded frames; damaged packets are passed over."""
@@ -157,12 +154,6 @@ class AudioReader:
             yield from frames
         if last is not None and not good:
             raise _unreadable(last)
-
-
-def _mono(channels: np.ndarray) -> np.ndarray:
-    """float32[n], the mean of float32[channels, n], made safe for what comes."""
-    mixed = channels.mean(axis=0, dtype=np.float32) if len(channels) > 1 else channels[0]
-    return np.nan_to_num(mixed, nan=0.0, posinf=1.0, neginf=-1.0).clip(-1.0, 1.0)
 
 
 def decode(file: str | Path | IO[bytes], max_seconds: float = float("inf")) -> np.ndarray:

@@ -14,4 +14,6 @@ def error_body(
         code: OpenAI's code for it, or one like them.
     """
     kind = "invalid_request_error" if status < 500 else "server_error"
+    # Lone surrogates, which a client may send, are in no encoding.
+    message = message.encode(errors="replace").decode()
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

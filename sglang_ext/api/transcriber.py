@@ -1,5 +1,5 @@
-"""One transcription: audio decoded and cut in a thread, chunks decoded side by side by the
-server, and joined in order. What is held grows with the text, not with the audio.
+"""One transcription: audio decoded in another process and cut in a thread, chunks decoded side by
+side by the server, and joined in order. What is held grows with the text, not with the audio.
 """
 
 import asyncio
@@ -7,24 +7,22 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import AsyncGenerator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_ext import audio_decoders
 from sglang_ext.api.chunk_decoder import ChunkDecoder, ChunkResult, Deltas
 from sglang_ext.api.transcription_request import TranscriptionRequest
 from sglang_ext.api.uploads import ApiError
 from sglang_ext.api.whisper_engine import WhisperEngine
 from speech.alignment import Aligner
-from speech.audio import AudioReader
 from speech.chunks import Chunk, ChunkOptions, chunks
+from speech.decoders import DecodedAudio
 from speech.segments import Transcript, joined
 
 SHORTEST_S = 0.1
 """OpenAI's API refuses shorter audio."""
-
-_readers = ThreadPoolExecutor(4, thread_name_prefix="sglang-ext-audio")
 
 
 @dataclass(frozen=True)
@@ -95,6 +93,7 @@ class Transcription:
 
         Raises:
             AudioError: the audio cannot be read or is too long.
+            DecodersBusy: too much audio waits to be decoded.
             ApiError: the audio is too short, or the server gave up.
             ValueError: SGLang refuses the request.
         """
@@ -139,13 +138,13 @@ class Transcription:
 
     async def _feed(self) -> None:
         """Start a task for each chunk, as many at once as allowed, then put None."""
-        loop = asyncio.get_running_loop()
-        reader = await loop.run_in_executor(_readers, self._open)
+        loop, threads = asyncio.get_running_loop(), audio_decoders.threads()
+        reader = await loop.run_in_executor(threads, self._open)
         try:
             source = self._chunks(reader)
             while True:
                 await self._free.acquire()
-                chunk = await _uninterrupted(loop.run_in_executor(_readers, next, source, None))
+                chunk = await _uninterrupted(loop.run_in_executor(threads, next, source, None))
                 if chunk is None:
                     break
                 if self._language is None:
@@ -176,10 +175,10 @@ class Transcription:
         if not task.cancelled():
             task.exception()  # seen, also if another chunk's is raised first
 
-    def _open(self) -> AudioReader:
-        return AudioReader(self._request.file, self._limits.max_seconds)
+    def _open(self) -> DecodedAudio:
+        return audio_decoders.pool().open(self._request.file, self._limits.max_seconds)
 
-    def _chunks(self, reader: AudioReader) -> Iterator[Chunk]:
+    def _chunks(self, reader: DecodedAudio) -> Iterator[Chunk]:
         request, default = self._request, ChunkOptions()
         options = ChunkOptions(
             threshold=self._limits.threshold if request.threshold is None else request.threshold,

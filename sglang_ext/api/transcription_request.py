@@ -13,6 +13,7 @@ from speech.formats import FORMATS, TIMED
 from speech.prompts import LanguageError, WhisperVocabulary
 
 GRANULARITIES = ("segment", "word")
+_DEEPEST = 32
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 
 
@@ -221,7 +222,7 @@ def _number(form: FormData, name: str, default: float, low: float, high: float) 
 def _checked_number(value: Any, name: str, low: float, high: float) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # a JSON integer may be past any float
         number = math.nan
     if not low <= number <= high:  # so that NaN is refused too
         raise ApiError(
@@ -238,8 +239,19 @@ def _object(form: FormData, name: str) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise ApiError(f"{name} must be a JSON object, got {text[:40]!r}", param=name)
+    if _depth(value) > _DEEPEST:  # what sends it to the scheduler recurses
+        raise ApiError(f"{name} may nest {_DEEPEST} levels deep", param=name)
     return value
+
+
+def _depth(value: Any) -> int:
+    """Levels of a JSON value's lists and objects, without recursion."""
+    depth, level = 0, [value]
+    while level := [v for v in level if isinstance(v, dict | list)]:
+        depth += 1
+        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
+    return depth

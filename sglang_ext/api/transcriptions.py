@@ -26,7 +26,7 @@ from sglang_ext.audio_processor import ARCHITECTURE
 from sglang_ext.options import Options
 from speech import formats
 from speech.alignment import Aligner
-from speech.audio import AudioError, AudioTooLong
+from speech.audio_errors import AudioError, AudioTooLong, DecodersBusy
 from speech.segments import Transcript
 
 logger = logging.getLogger(__name__)
@@ -205,6 +205,8 @@ def _refusal(error: Exception) -> ApiError:
         return ApiError(str(error), 400, "file", "audio_too_long")
     if isinstance(error, AudioError):
         return ApiError(str(error), 400, "file", "invalid_value")
+    if isinstance(error, DecodersBusy):
+        return ApiError(str(error), 503, "file", "server_busy")
     if isinstance(error, ValueError):  # SGLang's, and those of custom_params
         return ApiError(str(error), 400)
     logger.error("a transcription failed", exc_info=error)

@@ -73,7 +73,7 @@ async def read_form(request: Request, max_bytes: int) -> FormData:
 
     try:
         return await Request(request.scope, receive).form(max_files=8, max_fields=100)
-    except (HTTPException, MultiPartException) as error:
+    except (HTTPException, MultiPartException, UnicodeError) as error:  # the last: of a charset
         detail = getattr(error, "detail", None) or getattr(error, "message", error)
         raise ApiError(f"the multipart form cannot be read: {detail}") from None
 

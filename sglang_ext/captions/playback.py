@@ -12,7 +12,9 @@ from pathlib import Path
 import av
 import numpy as np
 
-from speech.audio import SAMPLE_RATE, AudioError, AudioReader
+from speech.audio import SAMPLE_RATE, AudioReader
+from speech.audio_errors import AudioError
+from speech.mono import MonoResampler
 
 PIECE_SAMPLES = SAMPLE_RATE // 10
 _BYTES_PER_SAMPLE = 2
@@ -78,19 +80,16 @@ class _Pipe:
 
 
 def _wav_blocks(pipe: _Pipe) -> Iterator[np.ndarray]:
-    resampler = av.AudioResampler(format="fltp", rate=SAMPLE_RATE)
+    mono = MonoResampler()
     try:
         with av.open(pipe, "r", format="wav", metadata_errors="ignore") as container:
             for frame in container.decode(audio=0):
-                yield from map(_mono, resampler.resample(frame))
-            yield from map(_mono, resampler.resample(None))
+                yield from mono.push(frame)
+            yield from mono.flush()
+    except AudioError:
+        raise
     except (av.FFmpegError, ValueError, IndexError) as error:
         raise AudioError(f"the wav stream cannot be decoded: {error}") from None
-
-
-def _mono(frame: av.AudioFrame) -> np.ndarray:
-    mixed = frame.to_ndarray().mean(axis=0, dtype=np.float32)
-    return np.nan_to_num(mixed, nan=0.0, posinf=1.0, neginf=-1.0).clip(-1.0, 1.0)
 
 
 class Playback:
