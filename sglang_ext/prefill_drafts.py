@@ -7,7 +7,8 @@ K and V, and make up the first decode step, which then needs no forward pass. Th
 after every other one goes to the drafter as advice (Drafter.verified).
 
 The pass is a verify pass behind what is cached: what is left of the prompt and the draft are one
-chain. Our attention gives a token the same bits in either (cpu/attention_kernel.py).
+chain. Our attention gives a token the same bits in either (cpu/attention_kernel.py). On a device it
+is a longer prompt (cuda/prefill.py).
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from sglang_ext.bias import BiasedRows, Expected
 from sglang_ext.drafters import Bias
+from sglang_ext.known_tokens import KnownTokens, right_tokens
 from sglang_ext.ragged import needs_every_row
 from sglang_ext.tree import TokenTree
 from sglang_ext.verify import prefer_greedily
@@ -39,21 +41,6 @@ _CHANGED = (
     "forward_mode", "input_ids", "out_cache_loc", "seq_lens", "seq_lens_cpu", "seq_lens_sum",
     "spec_info",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class KnownTokens:
-    """What a request will write, as its prefill has shown.
-
-    Attributes:
-        first: its first token, which comes from the prefill itself; the draft had it right.
-        tokens: what follows: the rest of the draft as far as it is right, and one token more.
-        kv: K and V of `first` and of all `tokens` but the last, float[n, heads, size] by layer.
-    """
-
-    first: int
-    tokens: list[int]
-    kv: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -165,14 +152,11 @@ def _biased_rows(
 def _known(
     draft: Sequence[int], predicted: Sequence[int], slots: torch.Tensor, pool: Any
 ) -> KnownTokens | None:
-    right = 0
-    while right < len(draft) and draft[right] == predicted[right]:
-        right += 1
-    if right == 0:
-        return None
-    kept = slots[:right].long()
-    kv = [(k[kept], v[kept]) for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
-    return KnownTokens(draft[0], list(predicted[1 : right + 1]), kv)
+    def kv(right: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        kept = slots[:right].long()
+        return [(k[kept], v[kept]) for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
+
+    return right_tokens(draft, predicted, kv)
 
 
 def _join(batch: "ScheduleBatch", drafts: Sequence[Sequence[int]], slots: torch.Tensor) -> None:

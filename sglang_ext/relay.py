@@ -24,7 +24,8 @@ class StepResult(GenerationBatchResult):
 
     Attributes:
         learned: int32[bs, 2 * width], the target's token after each node and the accepted nodes'
-            flat indices (verify.Accepted); None: a step that verified nothing, or on the host.
+            flat indices (verify.Accepted); of a prefill that read drafts, int32[bs, n]
+            (cuda/prefill.py); None: any other step, or on the host.
     """
 
     learned: torch.Tensor | None = None
@@ -39,6 +40,10 @@ class StepResult(GenerationBatchResult):
         """Wait until the readback has come; a result of SGLang's synchronous loop is there."""
         if self.copy_done is not None:
             self.copy_done.synchronize()
+
+    def came(self) -> bool:
+        """Whether the readback has come."""
+        return self.copy_done is None or self.copy_done.query()
 
     def rows(self) -> list[list[int]]:
         """Each request's committed tokens, once `wait` has returned."""

@@ -206,6 +206,8 @@ class RequestTable:
         Returns:
             whether any drafter was told.
         """
+        for req in reqs:
+            self._undo(req)
         if not self._prompts_are_read:
             return False
         new: dict[Callable[[list[DraftRequest]], None], list[DraftRequest]] = {}
@@ -224,6 +226,14 @@ class RequestTable:
             except Exception:
                 logger.exception("drafter failed in prefill; %d requests", len(drafts))
         return bool(new)
+
+    def _undo(self, req: "Req") -> None:
+        """Forget a request that was retracted before tokens that its drafter knows were served."""
+        known = self.running(req)
+        if known is not None and len(known.draft.output) > len(req.output_ids):
+            del self._running[req.rid]
+            known.finished = True
+            self._tell(known, "finish", False)
 
     def arrive(self, req: "Req") -> bool:
         """Tell a request's drafter of it while another server reads its prompt.

@@ -14,7 +14,7 @@ from sglang_ext.tree import PackedTrees, TokenTree, linked
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    from sglang_ext.host_prefill import KnownHead
+    from sglang_ext.known_tokens import KnownHead
     from sglang_ext.relay import StepResult
     from sglang_ext.requests import RunningRequest
 
@@ -70,7 +70,7 @@ class Step:
         running: its requests.
         trees: what was drafted for them; empty ones on ranks that plan nothing.
         plan: what is run.
-        head: tokens that they get before it (CPU only).
+        head: tokens that they get before it.
         on_publish: to be told of the new lengths, under overlap scheduling.
         known_at: when the requests' tokens were all on the host (time.perf_counter).
     """

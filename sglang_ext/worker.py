@@ -44,13 +44,15 @@ from sglang_ext.costs import cost_model_of, costs_of
 from sglang_ext.cuda import backends
 from sglang_ext.cuda.clock import StepClock
 from sglang_ext.cuda.graphs import WidthGraphs
+from sglang_ext.cuda.prefill import DevicePrefill
 from sglang_ext.cuda.widths import default_widths
 from sglang_ext.disaggregation.arrivals import tell_of_arrivals
 from sglang_ext.drafters import DrafterContext
 from sglang_ext.drafters.corpora import Corpora, documents_of
 from sglang_ext.drafting import DraftPlanner
 from sglang_ext.encoder_decoder import decoder_starts, keep_encoder_outputs
-from sglang_ext.host_prefill import HostPrefill, KnownHead
+from sglang_ext.host_prefill import HostPrefill
+from sglang_ext.known_tokens import KnownHead
 from sglang_ext.metrics import SpeculationMetrics
 from sglang_ext.options import Options
 from sglang_ext.penalties import DevicePenalties, is_penalized
@@ -101,7 +103,7 @@ class SpeculativeWorker(BaseSpecWorker):
         self._graphs: WidthGraphs | None = None
         # Made in alloc_memory_pool(), once SGLang knows how many requests may run.
         self.planner: DraftPlanner
-        self._host_prefill: HostPrefill | None = None
+        self._prefills: HostPrefill | DevicePrefill
 
     # What SGLang asks of a speculative worker
 
@@ -148,9 +150,12 @@ class SpeculativeWorker(BaseSpecWorker):
             self.on_host,
         )
         self._corpora = Corpora(self.planner.drafters.values())
-        if self.on_host:
-            drafts = active and self.page_size == 1 and get_parallel().tp_size == 1
-            self._host_prefill = HostPrefill(self._target_worker, self.planner, drafts)
+        drafts = active and self.page_size == 1 and get_parallel().tp_size == 1
+        self._prefills = (
+            HostPrefill(self._target_worker, self.planner, drafts)
+            if self.on_host
+            else DevicePrefill(self._target_worker, self.planner, drafts, self.device)
+        )
         rank = get_parallel().dp_rank or 0
         self.control = control.serve(self.planner.drafters.values(), rank) if active else None
         if self._role == "decode":
@@ -197,16 +202,14 @@ class SpeculativeWorker(BaseSpecWorker):
         self.planner.requests.clear()
         self._penalties.clear()
         self._last, self._to_learn = LastStep(), None
-        if self._host_prefill is not None:
-            self._host_prefill.clear()
+        self._prefills.clear()
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """A request ended; its drafter gets the whole output."""
         self._learn(wait=False)
         self.planner.finish(rid)
         self._penalties.forget(rid)
-        if self._host_prefill is not None:
-            self._host_prefill.forget(rid)
+        self._prefills.forget(rid)
 
     def add_external_corpus(self, corpus_id: str, token_chunks: list[list[int]]) -> int:
         """SGLang's /add_external_corpus; returns the number of tokens loaded."""
@@ -255,7 +258,7 @@ class SpeculativeWorker(BaseSpecWorker):
         if self._role == "decode":
             self.planner.note_handed_over(running)
         head = self._take_known(batch, running)
-        if head is not None and head.lens.all():
+        if head is not None and all(head.counts):
             # There is nothing left to compute.
             if on_publish is not None:
                 on_publish(batch.seq_lens)
@@ -269,25 +272,21 @@ class SpeculativeWorker(BaseSpecWorker):
         self._learn(wait=False)  # of what is in the outputs already
         self.planner.prefill(batch.reqs)
         biases = self._from_rank_0(self.planner.biases_in_prefill(batch.reqs))
-        if self._host_prefill is not None:
-            plainly = self._must_decode_plainly(batch)
-            result = self._host_prefill.run(batch, biases, plainly, pp_proxy_tensors)
-        else:
-            result = self._target_worker.forward_batch_generation(
-                batch, pp_proxy_tensors=pp_proxy_tensors
-            )
-            prefer_next_tokens(result, batch, Expected.of_next_tokens(biases))
+        plainly = self._must_decode_plainly(batch)
+        result = self._prefills.run(batch, biases, plainly, pp_proxy_tensors)
         new_seq_lens = batch.seq_lens.clone()
         if on_publish is not None:
             on_publish(new_seq_lens)
         lens = torch.ones(len(batch.reqs), dtype=torch.int32, device=self.device)
-        return self._result(
+        made = self._result(
             result.logits_output,
             result.can_run_cuda_graph,
             result.next_token_ids.view(-1, 1),
             lens,
             new_seq_lens,
         )
+        self._prefills.launched(made)
+        return made
 
     def _pending_tokens(self, batch: ScheduleBatch) -> list[list[int]] | None:
         """Under overlap, the last step's tokens may be missing in output_ids."""
@@ -297,16 +296,15 @@ class SpeculativeWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, running: Sequence[RunningRequest]
     ) -> KnownHead | None:
         """Commit what prefills have shown of these requests; the step goes on behind it."""
-        known = self._host_prefill.take(running) if self._host_prefill is not None else []
+        known = self._prefills.known.take(running)
         if not known or batch.return_logprob:  # which known tokens come without
             return None
-        assert self._host_prefill is not None
-        head = self._host_prefill.store(batch, known)
+        head = self._prefills.store(batch, known)
         for r, k in zip(running, known, strict=True):
             if k is not None:
                 self.planner.requests.advance(r, k.tokens)
         batch.seq_lens = batch.seq_lens + head.lens
-        batch.seq_lens_cpu = batch.seq_lens_cpu + head.lens
+        batch.seq_lens_cpu = batch.seq_lens_cpu + torch.tensor(head.counts)
         batch.seq_lens_sum = None
         return head
 
@@ -326,7 +324,7 @@ class SpeculativeWorker(BaseSpecWorker):
                     running,
                     look,
                     padded=not self._ragged,
-                    committed=None if head is None else head.lens.tolist(),
+                    committed=None if head is None else head.counts,
                 )
             packed = pack([r.draft.output[-1] for r in running], trees, width)
             expected = Expected.of_trees(self.planner.biases(running), trees, packed)
@@ -364,6 +362,8 @@ class SpeculativeWorker(BaseSpecWorker):
         if self.on_host or not self.enable_overlap or batch.has_grammar:
             return False
         if self._graphs is not None and 1 not in self._graphs.widths:
+            return False
+        if self._prefills.expects(batch.reqs):
             return False
         blind = self._plans and not self.planner.needs_host(batch.reqs, look)
         if get_parallel().tp_size > 1:
@@ -471,6 +471,7 @@ class SpeculativeWorker(BaseSpecWorker):
         Args:
             wait: for its end; else it is left for later where it has not ended.
         """
+        self._prefills.learn(wait)
         if self._clock is None:
             return  # on the host they learn at once
         launched = self._to_learn
@@ -555,9 +556,9 @@ class SpeculativeWorker(BaseSpecWorker):
         Args:
             head: what the requests got before it.
         """
-        if head is not None:
-            accept_tokens, lens = head.joined(accept_tokens, lens)
         stride = self.speculative_num_draft_tokens
+        if head is not None:
+            accept_tokens, lens = head.joined(accept_tokens, lens, stride)
         relay = torch.zeros(len(lens), stride, dtype=torch.int32, device=self.device)
         relay[:, : accept_tokens.shape[1]] = accept_tokens
         return StepResult(

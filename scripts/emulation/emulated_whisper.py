@@ -14,6 +14,7 @@ from scripts.emulation.emulated_server import EmulatedServer, check_settings, le
 from scripts.emulation.environment import one_thread
 from scripts.emulation.traffic import Job, ask, difference, run
 from scripts.figures import parser, report
+from scripts.metrics import read_metrics
 from scripts.server import Server
 from scripts.speech_client import MAX_NEW_TOKENS, MODES, Speech
 from scripts.speech_data import FOLDER, read_clips
@@ -60,7 +61,13 @@ def ask_plain(server: Server, jobs: Sequence[Job]) -> list[Any]:
 
 
 def whisper_figures(quick: bool) -> dict[str, float]:
-    """emulated_transcripts, emulated_mismatches_specasr, emulated_accept_specasr (mean length)."""
+    """Transcribe.
+
+    Returns:
+        emulated_transcripts, emulated_mismatches_specasr, emulated_accept_specasr (mean length),
+        emulated_known_steps_specasr (steps whose tokens a prefill had shown), and requests that
+        are still running (emulated_stuck_specasr).
+    """
     jobs = speech_jobs(2 if quick else 8)
     with one_thread():
         # One after the other: each takes 4 GB.
@@ -70,6 +77,7 @@ def whisper_figures(quick: bool) -> dict[str, float]:
             check_settings(emulated)
             got = run(emulated.base_url, jobs, drafted=True, in_flight=8)
             stuck = left_running(emulated)
+            known = read_metrics(emulated.base_url)["known_steps_total"]
     wrong = [difference(*each) for each in zip(jobs, got, expected, strict=True)]
     for number, (job, found) in enumerate(zip(jobs, wrong, strict=True)):
         if found:
@@ -78,6 +86,7 @@ def whisper_figures(quick: bool) -> dict[str, float]:
     return {
         "emulated_transcripts": len(jobs),
         "emulated_mismatches_specasr": sum(found is not None for found in wrong),
+        "emulated_known_steps_specasr": known,
         "emulated_accept_specasr": sum(lengths) / len(lengths),
         "emulated_stuck_specasr": stuck,
     }

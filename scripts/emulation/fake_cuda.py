@@ -8,6 +8,7 @@ sampler and the compiled kernels (slots, walk of the trees, mask) are stand-ins 
 are given. What a step's arrays are copied with (cuda/staging.py) is counted, not run.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,9 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scripts.emulation.overlap_loop import NoClock
+from scripts.emulation.overlap_loop import Allocator, LogitsOfStates, NoClock
 from sglang_ext import bias, penalties, verify_batch, worker
 from sglang_ext.bias import Expected
+from sglang_ext.cuda import prefill
 from sglang_ext.drafters import Bias
 from sglang_ext.penalties import DevicePenalties
 from sglang_ext.relay import StepResult
@@ -65,7 +67,9 @@ class Watch(TorchDispatchMode):
         self.waits[name] += name in WAITS or self._indexes_by_mask(name, args)
         out = func(*args, **(kwargs or {}))
         made = self._devices(out)
-        self.mixes[name] += len(given | made) > 1 or given == {"cpu"}
+        # lift_fresh: a tensor of the host is made, of which the device learns nothing.
+        on_host = given == {"cpu"} and name != "lift_fresh"
+        self.mixes[name] += len(given | made) > 1 or on_host
         return out
 
     def to_device(self, arrays: Sequence[np.ndarray], device: Any) -> list[torch.Tensor]:
@@ -108,6 +112,12 @@ class FakeStep:
             for req in self.reqs
         ]
         self.info = self._sampling_info(greedy)
+        self.chains = [TokenTree.empty()] * len(NODES)
+        self.model_runner = SimpleNamespace(
+            sampler=self._sampler,
+            model=SimpleNamespace(logits_processor=LogitsOfStates()),
+            model_config=SimpleNamespace(is_encoder_decoder=True),
+        )
         self.worker = self._made_worker()
 
     def verify(self) -> StepResult:
@@ -133,10 +143,22 @@ class FakeStep:
         return self.worker._decode_blindly(batch, lambda _: None)
 
     def prefill(self) -> StepResult:
-        """A prefill whose first tokens are biased."""
+        """A prefill; behind its prompts `chains` are read, where there are any."""
         batch = self._batch()
         batch.forward_mode = ForwardMode.EXTEND
+        batch.sampling_info.logit_bias = None
+        batch.encoder_lens = _on_device(len(NODES), torch.int64)
         return self.worker._prefill(batch, lambda _: None, None)
+
+    def prefill_with_drafts(self) -> StepResult:
+        """A prefill that reads a chain behind two of three prompts."""
+        self.chains = [TokenTree.chain(list(range(n))) for n in NODES]
+        return self.prefill()
+
+    def get_memory_pool(self) -> tuple[Any, Any]:
+        """The target's rows of slots, and who lends more."""
+        rows = SimpleNamespace(req_to_token=_on_device((9, 64), torch.int32))
+        return rows, Allocator(_on_device(99, torch.int64))
 
     def _step(self, plan: StepPlan, trees: Sequence[TokenTree]) -> Step:
         return Step(self._batch(), self.running, trees, plan, None, lambda _: None, 0.0)
@@ -145,11 +167,19 @@ class FakeStep:
         made: Any = object.__new__(worker.SpeculativeWorker)
         made.device, made.on_host, made.enable_overlap = "cuda", False, True
         made.vocab_size, made.speculative_num_draft_tokens = VOCAB, WIDTH
-        made.req_to_token_pool = SimpleNamespace(req_to_token=_on_device((9, 64), torch.int32))
-        made._target_worker = SimpleNamespace(forward_batch_generation=self._forward)
-        made.model_runner = SimpleNamespace(sampler=self._sampler)
+        made.req_to_token_pool, _ = self.get_memory_pool()
+        made._target_worker, made.model_runner = self, self.model_runner
         made._plans, made._to_learn, made._clock, made._graphs = True, None, NoClock(), None
-        made._host_prefill, made._ragged = None, False
+        made.planner = SimpleNamespace(
+            reads=lambda *_: 0.0,
+            note_look=lambda _: None,
+            note_step=lambda *_: None,
+            prefill=lambda _: None,
+            biases_in_prefill=lambda _: self.biases,
+            foresee=lambda _: self.chains,
+        )
+        made._prefills = prefill.DevicePrefill(self, made.planner, True, "cuda")
+        made._ragged = False
         made._penalties = DevicePenalties(VOCAB, "cuda", len(NODES))
         made._batches = VerifyBatches(
             made._target_worker,
@@ -159,17 +189,15 @@ class FakeStep:
             "cuda",
             on_host=False,
         )
-        made.planner = SimpleNamespace(
-            reads=lambda *_: 0.0,
-            note_look=lambda _: None,
-            note_step=lambda *_: None,
-            prefill=lambda _: None,
-            biases_in_prefill=lambda _: self.biases,
-        )
         return made
 
-    def _forward(self, batch: Any, is_verify: bool = False, **_: Any) -> Any:
+    def forward_batch_generation(self, batch: Any, is_verify: bool = False, **_: Any) -> Any:
         rows = len(batch.input_ids) if is_verify else len(batch.reqs)
+        if is_verify and batch.forward_mode == ForwardMode.EXTEND:
+            states = _on_device((rows, VOCAB), torch.float32)
+            processor = self.model_runner.model.logits_processor
+            rows = len(processor(hidden_states=states, logits_metadata=batch))
+            assert rows == sum(NODES) + len(NODES)
         return SimpleNamespace(
             logits_output=LogitsProcessorOutput(
                 next_token_logits=_on_device((rows, VOCAB), torch.float32),
@@ -193,12 +221,14 @@ class FakeStep:
             repetition_penalty=1.1,
             min_new_tokens=9,
             stop_token_ids=[3],
+            logit_bias=None,
         )
         if not penalized:
             params.frequency_penalty = params.presence_penalty = 0.0
             params.repetition_penalty, params.min_new_tokens = 1.0, 0
         return SimpleNamespace(
             rid=rid,
+            kv=SimpleNamespace(kv_allocated_len=0),
             sampling_params=params,
             eos_token_ids={2},
             tokenizer=SimpleNamespace(eos_token_id=2, additional_stop_token_ids=None),
@@ -219,6 +249,7 @@ class FakeStep:
             need_min_p_sampling=False,
             vocab_size=VOCAB,
             logit_bias=_on_device((bs, VOCAB), torch.float32),
+            has_custom_logit_processor=False,
         )
 
     def _batch(self) -> Any:
@@ -234,12 +265,16 @@ class FakeStep:
             req_pool_indices=_on_device(bs, torch.int64),
             encoder_lens=None,
             encoder_lens_cpu=None,
-            input_ids=None,
-            out_cache_loc=None,
+            input_ids=_on_device(bs * LENGTH, torch.int64),
+            out_cache_loc=_on_device(bs * LENGTH, torch.int64),
+            extend_lens=[LENGTH] * bs,
+            extend_num_tokens=bs * LENGTH,
+            chunked_req=None,
             spec_info=None,
             sampling_info=self.info,
             has_grammar=False,
             return_logprob=False,
+            return_hidden_states=False,
             is_prefill_only=False,
         )
 
@@ -256,8 +291,9 @@ class _HostLens:
     def sum(self) -> int:
         return int(self._lens.sum())
 
-    def __add__(self, other: int) -> "_HostLens":
-        return _HostLens(self._lens + other)
+    def __add__(self, other: Any) -> "_HostLens":
+        # A tensor's values are not known here, and nothing asks for them.
+        return _HostLens(self._lens + (other if isinstance(other, int) else 0))
 
 
 def _on_device(shape: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -276,6 +312,12 @@ def _slots(**given: Any) -> torch.Tensor:
     for name in ("req_pool_indices", "req_to_token", "start_offset", "end_offset"):
         assert given[name].device.type == "cuda", name
     return _on_device(given["batch_size"] * given["draft_token_num"], torch.int64)
+
+
+def _assign_slots(*given: Any) -> None:
+    # mem_cache/allocation.py: both offsets are of one type.
+    assert {tensor.device.type for tensor in given[:5]} == {"cuda"}
+    assert given[2].dtype == given[3].dtype and given[4].shape == (sum(NODES),)
 
 
 def _walk(**given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -308,6 +350,10 @@ def stand_ins(watch: Watch) -> Iterator[None]:
             (bias, "to_device", watch.to_device),
             (penalties, "to_device", watch.to_device),
             (verify_batch, "assign_extend_cache_locs_func", _slots),
+            (prefill, "to_device", watch.to_device),
+            (prefill, "assign_req_to_token_pool_func", _assign_slots),
+            (prefill, "_use_here", lambda *_: None),
+            (prefill.LogitsMetadata, "from_forward_batch", copy.copy),
             (verify_batch, "prepare_mamba_track_for_verify", lambda _: None),
             (verify_batch, "commit_mamba_states_after_verify", lambda *_: None),
             (verify_batch, "move_accept_tokens_to_target_kvcache", lambda *_: None),
@@ -332,6 +378,7 @@ STEPS: dict[str, Callable[[], Callable[[], StepResult]]] = {
     "plain, biased": lambda: FakeStep(greedy=False, biased=True).plain,
     "blind": lambda: FakeStep(greedy=True).blind,
     "prefill": lambda: FakeStep(greedy=True).prefill,
+    "prefill, drafts": lambda: FakeStep(greedy=True).prefill_with_drafts,
     "prefill, biased": lambda: FakeStep(greedy=False, biased=True).prefill,
 }
 
@@ -357,7 +404,7 @@ def fake_cuda_figures() -> dict[str, float]:
     print(f"{'step':26} {'operators':>9} {'copies':>7} {'waits':>6} {'mixes':>6}")
     for name in STEPS:
         watch = watched(name)
-        waits = watch.waits.total() + (name not in ("blind", "prefill", "prefill, biased"))
+        waits = watch.waits.total() + (not name.startswith(("blind", "prefill")))
         print(f"{name:26} {watch.calls:9} {watch.copies:7} {waits:6} {watch.mixes.total():6}")
         for kind, found in {"waits": +watch.waits, "mixes": +watch.mixes}.items():
             if found:

@@ -4,13 +4,15 @@ What is real: SpeculativeWorker's step (who looks, who decodes blindly, packing,
 of the trees, the result), the planner and its requests, and SGLang's FutureMap with its relay. What
 is emulated: the scheduler, in the order of event_loop_overlap (managers/scheduler.py, SGLang
 0.5.23: launch step t, then process step t - 1), and the target, which answers each request with a
-text that is fixed beforehand and sees whether it was asked about the right token. Results reach the
-host late: until somebody waits for a step, its tensors hold -1.
+text that is fixed beforehand and sees whether it was asked about the right token, and whether the
+KV pool holds every token before it. Results reach the host late: until somebody waits for a step,
+its tensors hold -1.
 
 Schedules are random: requests join and finish, prefills follow each other, prompts come in chunks,
 requests are retracted and come back, are aborted, or come from another server with their KV.
 """
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -30,6 +32,7 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from sglang_ext import drafting, verify_batch, worker
 from sglang_ext.cost_model import CostModel
+from sglang_ext.cuda import prefill
 from sglang_ext.cuda.widths import default_widths
 from sglang_ext.disaggregation.handoff import first_draft_input
 from sglang_ext.drafters import DrafterContext
@@ -65,6 +68,7 @@ class FakeReq:
     multimodal_inputs: Any = None
 
     def __post_init__(self) -> None:
+        self.kv = SimpleNamespace(kv_allocated_len=0)
         self.origin_input_ids = [0] * self.encoder + self.prompt
         self.origin_input_ids_unpadded = self.prompt
         params = {} if self.drafter is None else {"drafter": self.drafter}
@@ -75,6 +79,7 @@ class FakeReq:
             frequency_penalty=0.0,
             presence_penalty=0.0,
             repetition_penalty=1.0,
+            logit_bias=None,
         )
 
     @property
@@ -153,6 +158,21 @@ class KnowingDrafter:
             said != text[n + depth] for said, depth in zip(predicted[1:], depths, strict=True)
         )
 
+    def prefill(self, requests: list[Any]) -> None:
+        """Prompts are about to be read."""
+
+    def foresee(self, requests: list[Any], max_nodes: int) -> list[TokenTree]:
+        """Chains of the texts, some of which go wrong somewhere."""
+        return [
+            TokenTree.chain(
+                [
+                    t if self._chance.random() < 0.8 else (t + 1) % VOCAB
+                    for t in self._texts[r.rid][: self._chance.randint(0, max_nodes)]
+                ]
+            )
+            for r in requests
+        ]
+
     def propose(self, requests: list[Any], max_nodes: int) -> list[TokenTree]:
         """A chain of the text that goes wrong somewhere, with a wrong branch beside it."""
         return [self._tree(r, max_nodes) for r in requests]
@@ -176,33 +196,94 @@ class KnowingDrafter:
         self._wrong["outputs"] += request.output != text[: len(request.output)]
 
 
+class LogitsOfStates(torch.nn.Module):
+    """SGLang's logits_processor of a model whose hidden states are its logits."""
+
+    def forward(self, hidden_states: torch.Tensor, logits_metadata: Any) -> torch.Tensor:
+        """Logits of all rows, or of each prompt's last."""
+        if logits_metadata.forward_mode == ForwardMode.TARGET_VERIFY:
+            return hidden_states
+        return hidden_states[torch.tensor(logits_metadata.extend_lens).cumsum(0) - 1]
+
+
+class Allocator:
+    """SGLang's of a pool of one-token pages."""
+
+    def __init__(self, free: torch.Tensor) -> None:
+        self.free_pages = free
+
+    def alloc(self, count: int) -> torch.Tensor:
+        """The next free slots; those of rows that are used again are free again."""
+        taken, self.free_pages = self.free_pages[:count], self.free_pages[count:]
+        return taken
+
+
 class Target:
     """Answers as each request's text goes on, and counts the roots that are not of the text."""
 
-    def __init__(self, loop: "OverlapLoop") -> None:
+    def __init__(self, loop: "OverlapLoop", rows: torch.Tensor, allocator: Allocator) -> None:
         self._loop = loop
+        self._rows, self._allocator = rows, allocator
+        # The token whose K and V each slot holds.
+        self._kv = torch.full((int(allocator.free_pages.max()) + 1,), POISON)
+        self.model_runner = SimpleNamespace(
+            sampler=None,
+            tp_group=None,
+            model=SimpleNamespace(logits_processor=LogitsOfStates()),
+            model_config=SimpleNamespace(is_encoder_decoder=loop.encoders),
+        )
+
+    def get_memory_pool(self) -> tuple[Any, Any]:
+        """The rows of slots, and who lends more."""
+        return SimpleNamespace(req_to_token=self._rows), self._allocator
 
     def forward_batch_generation(self, batch: Any, is_verify: bool = False, **_: Any) -> Any:
         """A forward pass over the batch."""
-        answers = self._verified(batch) if is_verify else self._next(batch)
+        self._kv[batch.out_cache_loc.long()] = batch.input_ids
+        if batch.forward_mode == ForwardMode.EXTEND:
+            answers = self._extended(batch)
+        else:
+            answers = self._verified(batch) if is_verify else self._next(batch)
         result = SimpleNamespace(
             logits_output=LogitsProcessorOutput(next_token_logits=None),
             next_token_ids=answers,
             can_run_cuda_graph=False,
         )
         if is_verify:
-            logits = torch.zeros(len(answers), VOCAB)
-            logits[torch.arange(len(answers)), answers] = 1.0
-            result.logits_output.next_token_logits = logits
+            result.logits_output.next_token_logits = _one_hot(answers)
         return result
+
+    def _extended(self, batch: Any) -> torch.Tensor:
+        said = []
+        for req, count in zip(batch.reqs, batch.extend_lens, strict=True):
+            first = len(req.prompt) + len(req.output_ids)
+            said += [0] * (first - 1) + req.truth[len(req.output_ids) :][: count - first + 1]
+            self._check_kv(req, len(req.output_ids))
+        processor = self.model_runner.model.logits_processor
+        states = _one_hot(torch.tensor(said))
+        return processor(hidden_states=states, logits_metadata=batch).argmax(-1)
+
+    def hand_over(self, req: FakeReq) -> None:
+        """Another server has read a request's prompt and output, all but its last token."""
+        read = [*req.prompt, *req.output_ids[:-1]]
+        self._kv[self._rows[req.row, req.encoder :][: len(read)].long()] = torch.tensor(read)
+
+    def commit(self, batch: Any, accepted: Any, width: int) -> None:
+        """The accepted nodes' KV is brought to the front."""
+        for row, index in enumerate(accepted.accept_index):
+            nodes = index[index >= 0].long()
+            slots = batch.out_cache_loc[row * width :][: len(nodes)].long()
+            self._kv[slots] = batch.input_ids[nodes]
+
+    def _check_kv(self, req: FakeReq, written: int) -> None:
+        right = torch.tensor([*req.prompt, *req.truth[: max(0, written)]])
+        slots = self._rows[req.row, req.encoder :][: len(right)].long()
+        self._loop.wrong["kv"] += not torch.equal(self._kv[slots], right)
 
     def _next(self, batch: Any) -> torch.Tensor:
         said = []
 
         for i, req in enumerate(batch.reqs):
-            if batch.forward_mode == ForwardMode.EXTEND:
-                said.append(req.truth[len(req.output_ids)])
-                continue
             at = int(batch.seq_lens[i]) - 1 - len(req.prompt)
             self._check(req, int(batch.input_ids[i]), at)
             said.append(req.truth[at + 1])
@@ -221,6 +302,37 @@ class Target:
     def _check(self, req: FakeReq, root: int, at: int) -> None:
         self._loop.wrong["roots"] += root != req.truth[at]
         self._loop.wrong["lengths"] += at >= 0 and at < self._loop.committed[req.rid] - 1
+        self._check_kv(req, at)
+
+
+def _slots_of(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    draft_token_num: int,
+    **_: Any,
+) -> torch.Tensor:
+    """SGLang's kernel assign_extend_cache_locs."""
+    columns = start_offset[:, None] + torch.arange(draft_token_num)
+    return req_to_token[req_pool_indices[:, None], columns].flatten().long()
+
+
+def _assign_slots(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    _batch_size: int,
+) -> None:
+    """SGLang's kernel assign_req_to_token_pool."""
+    parts = out_cache_loc.split((end_offset - start_offset).tolist())
+    for row, first, part in zip(req_pool_indices, start_offset.tolist(), parts, strict=True):
+        req_to_token[row, first : first + len(part)] = part.to(req_to_token.dtype)
+
+
+def _one_hot(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.one_hot(tokens, VOCAB).float()
 
 
 class OverlapLoop:
@@ -237,8 +349,8 @@ class OverlapLoop:
         self.chance = random.Random(seed)
         self.wrong: Counter[str] = Counter()
         self.committed: Counter[str] = Counter()
-        self.checked = self.blind = self.requests = 0
-        self._encoders = self.chance.random() < 0.25
+        self.checked = self.blind = self.known = self.requests = 0
+        self.encoders = self.chance.random() < 0.25
         self._from_afar = self.chance.random() < 0.25  # a decode server
         self._drains_prefills = self.chance.random() < 0.5
         self._texts: dict[str, list[int]] = {}
@@ -269,6 +381,9 @@ class OverlapLoop:
                 (worker, "get_parallel", lambda: parallel),
                 (worker, "record_stream_for_v2_verify", lambda *_: None),
                 (verify_batch, "prepare_mamba_track_for_verify", lambda _: None),
+                (verify_batch, "assign_extend_cache_locs_func", _slots_of),
+                (prefill, "assign_req_to_token_pool_func", _assign_slots),
+                (prefill.LogitsMetadata, "from_forward_batch", copy.copy),
             ]:
                 stack.enter_context(mock.patch.object(module, name, value))
             for _ in range(steps):
@@ -290,19 +405,22 @@ class OverlapLoop:
                 widths=default_widths(WIDTH),
             )
         made.planner.looks = lambda: self.chance.random() < 0.6
-        made._target_worker = Target(self)
-        made.model_runner = SimpleNamespace(sampler=None, tp_group=None)
+        lent = Allocator(torch.arange(ROWS * SLOTS, 400 * SLOTS, dtype=torch.int64))
+        made._target_worker = self._target = Target(self, self._table, lent)
+        made.model_runner = self._target.model_runner
         made.device, made.on_host, made.enable_overlap = "cpu", False, True
         made.vocab_size, made.speculative_num_draft_tokens = VOCAB, WIDTH
         made.req_to_token_pool = pool
         made._role = "decode" if self._from_afar else "null"
         made._plans, made._last, made._to_learn = True, LastStep(), None
-        made._clock, made._graphs, made._host_prefill = NoClock(), None, None
+        made._clock, made._graphs = NoClock(), None
+        made._prefills = prefill.DevicePrefill(self._target, made.planner, True, "cpu")
+        made._prefills.store = self._counted_tokens(made._prefills.store)
         made._decode_blindly = self._counted(made._decode_blindly)
         made._penalties = DevicePenalties(VOCAB, "cpu", ROWS)
         made._batches = VerifyBatches(None, pool, None, made._penalties, "cpu", on_host=False)
         made._batches.adjust_logits = lambda *_: None
-        made._batches.commit = lambda *_: None
+        made._batches.commit = self._target.commit
         made._ragged = False
         return made
 
@@ -310,6 +428,14 @@ class OverlapLoop:
         def counted(*args: Any) -> Any:
             self.blind += 1
             return decode(*args)
+
+        return counted
+
+    def _counted_tokens(self, store: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            head = store(*args)
+            self.known += sum(head.counts)
+            return head
 
         return counted
 
@@ -353,7 +479,7 @@ class OverlapLoop:
                 prompt,
                 truth,
                 self.chance.randint(1, LONGEST),
-                encoder=self.chance.randint(1, 9) if self._encoders else 0,
+                encoder=self.chance.randint(1, 9) if self.encoders else 0,
                 grammar=self.chance.random() < 0.05,
                 drafter="none" if self.chance.random() < 0.2 else None,
             )
@@ -389,7 +515,7 @@ class OverlapLoop:
         if mode == ForwardMode.EXTEND and self._from_afar:
             self._hand_over(reqs)
             return None
-        batch = self._batch(reqs, mode)
+        batch = self._batch(reqs, mode, chunk)
         rows = batch.req_pool_indices
         if mode == ForwardMode.EXTEND:
             for req in reqs:
@@ -425,11 +551,15 @@ class OverlapLoop:
                 seq_lens=torch.tensor([len(req.prompt) + len(req.output_ids) - 1]),
             )
             first_draft_input(batch, torch.tensor(req.output_ids[-1:]), self._relay)
+            self._target.hand_over(req)
         self._joining += reqs
 
-    def _batch(self, reqs: list[FakeReq], mode: ForwardMode) -> Any:
+    def _batch(self, reqs: list[FakeReq], mode: ForwardMode, chunk: bool = False) -> Any:
         lens = torch.tensor([len(r.prompt) + len(r.output_ids) for r in reqs])
-        encoders = [r.encoder for r in reqs] if self._encoders else None
+        encoders = [r.encoder for r in reqs] if self.encoders else None
+        extend = mode == ForwardMode.EXTEND
+        ids = [torch.tensor([*r.prompt, *r.output_ids]) for r in reqs]
+        slots = [self._table[r.row, r.encoder :][: len(i)] for r, i in zip(reqs, ids, strict=True)]
         info = SimpleNamespace(
             has_custom_logit_processor=False,
             has_watermark_candidates=False,
@@ -448,8 +578,11 @@ class OverlapLoop:
             encoder_lens=None if encoders is None else torch.tensor(encoders),
             encoder_lens_cpu=encoders,
             encoder_cached=None,
-            input_ids=None,
-            out_cache_loc=None,
+            input_ids=torch.cat(ids) if extend else None,
+            out_cache_loc=torch.cat(slots) if extend else None,
+            extend_lens=list(map(len, ids)),
+            extend_num_tokens=sum(map(len, ids)),
+            chunked_req=reqs[0] if chunk else None,
             spec_info=None,
             sampling_info=info,
             has_grammar=any(r.grammar for r in reqs),
@@ -496,10 +629,11 @@ def overlap_figures(
 
     Returns:
         wrong_outputs (of a request, as a drafter or a client sees it), wrong_roots, wrong_learned,
-        request_steps that were checked, requests, and schedules_hit by anything wrong.
+        wrong_kv, request_steps that were checked, requests, known_tokens that prefills had shown,
+        and schedules_hit by anything wrong.
     """
     wrong: Counter[str] = Counter()
-    steps = requests = hit = 0
+    steps = requests = hit = known = 0
     for seed in range(schedules):
         loop = OverlapLoop(seed, lacking)
         try:
@@ -510,13 +644,16 @@ def overlap_figures(
             loop.wrong["outputs"] += 1  # the bookkeeping itself has noticed
         wrong += loop.wrong
         steps, requests = steps + loop.checked, requests + loop.requests
+        known += loop.known
         hit += any(loop.wrong.values())
     return {
         "schedules": schedules,
         "request_steps": steps,
         "requests": requests,
+        "known_tokens": known,
         "schedules_hit": hit,
         "wrong_outputs": wrong["outputs"] + wrong["served"],
         "wrong_roots": wrong["roots"] + wrong["lengths"],
         "wrong_learned": wrong["learned"],
+        "wrong_kv": wrong["kv"],
     }

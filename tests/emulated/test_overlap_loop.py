@@ -10,10 +10,12 @@ SCHEDULES = 80
 def test_no_schedule_of_the_overlap_loop_gives_a_wrong_root_or_output():
     figures = overlap_figures(SCHEDULES)
     assert figures["request_steps"] > 100 * SCHEDULES
+    assert figures["known_tokens"] > SCHEDULES
     assert {n: v for n, v in figures.items() if n.startswith(("wrong", "schedules_hit"))} == {
         "wrong_outputs": 0,
         "wrong_roots": 0,
         "wrong_learned": 0,
+        "wrong_kv": 0,
         "schedules_hit": 0,
     }
 
@@ -24,7 +26,7 @@ def test_a_relay_that_is_taken_as_it_stands_is_noticed():
     assert figures["wrong_outputs"] > 0 and figures["wrong_roots"] > 0
 
 
-@pytest.mark.parametrize("kind", ["_encoders", "_from_afar", "_drains_prefills"])
+@pytest.mark.parametrize("kind", ["encoders", "_from_afar", "_drains_prefills"])
 def test_schedules_are_of_every_kind(kind):
     assert {getattr(OverlapLoop(seed), kind) for seed in range(SCHEDULES)} == {True, False}
 

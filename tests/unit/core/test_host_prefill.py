@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sglang_ext import host_prefill
-from sglang_ext.host_prefill import HostPrefill, KnownHead
-from sglang_ext.prefill_drafts import KnownTokens
+from sglang_ext.host_prefill import HostPrefill
+from sglang_ext.known_tokens import KnownTokens
 from sglang_ext.tree import TokenTree
 from tests.unit.core.test_prefill_drafts import Allocator, Target, prefill_batch
 
@@ -86,30 +86,30 @@ def test_what_is_right_of_a_draft_waits_for_the_first_decode_step(prefill):
     batch = batch_of("a", "b")
     result = prefill.run(batch, UNBIASED, False, None)
     assert result.next_token_ids.tolist() == [6, 21]
-    (known,) = prefill.take(running(batch, [6])[:1])
+    (known,) = prefill.known.take(running(batch, [6])[:1])
     assert (known.first, known.tokens) == (6, [7, 8])
-    assert prefill.take(running(batch, [6])[:1]) == []  # once
+    assert prefill.known.take(running(batch, [6])[:1]) == []  # once
 
 
 @pytest.mark.parametrize("output", [[5], [6, 7]], ids=["another token", "a later step"])
 def test_what_no_longer_fits_is_forgotten(prefill, output):
     batch = batch_of("a", "b")
     prefill.run(batch, UNBIASED, False, None)
-    assert prefill.take(running(batch, output)) == []
-    assert prefill.take(running(batch, [6])) == []
+    assert prefill.known.take(running(batch, output)) == []
+    assert prefill.known.take(running(batch, [6])) == []
 
 
 def test_others_of_the_step_may_have_nothing_known(prefill):
     batch = batch_of("a", "b")
     prefill.run(batch, UNBIASED, False, None)
-    known, nothing = prefill.take(running(batch, [6], [21]))
+    known, nothing = prefill.known.take(running(batch, [6], [21]))
     assert known.tokens == [7, 8] and nothing is None
 
 
 def test_another_request_of_the_same_name_gets_nothing(prefill):
     batch = batch_of("a", "b")
     prefill.run(batch, UNBIASED, False, None)
-    assert prefill.take(running(batch_of("a"), [6])) == []
+    assert prefill.known.take(running(batch_of("a"), [6])) == []
 
 
 @pytest.mark.parametrize("how", ["forget", "clear"])
@@ -117,7 +117,7 @@ def test_requests_that_end_are_forgotten(prefill, how):
     batch = batch_of("a", "b")
     prefill.run(batch, UNBIASED, False, None)
     prefill.forget("a") if how == "forget" else prefill.clear()
-    assert prefill.take(running(batch, [6])[:1]) == []
+    assert prefill.known.take(running(batch, [6])[:1]) == []
 
 
 def test_known_tokens_are_stored_where_the_sequence_goes_on(prefill):
@@ -153,12 +153,3 @@ def test_where_drafts_may_not_be_read_the_prefill_is_sglangs(monkeypatch, drafts
 def test_a_drafter_with_nothing_to_say_costs_nothing(prefill):
     prefill._planner.chains = [TokenTree.empty()] * 2
     assert prefill.run(batch_of("a", "b"), UNBIASED, False, None) == "as SGLang does"
-
-
-def test_a_steps_tokens_go_behind_the_known_ones():
-    head = KnownHead(torch.tensor([[7, 8], [0, 0], [2, 0]]), torch.tensor([2, 0, 1]).int())
-    tokens, lens = head.joined(
-        torch.tensor([[9, 10, 99], [3, 99, 99], [4, 5, 6]]), torch.tensor([2, 1, 3]).int()
-    )
-    assert lens.tolist() == [4, 1, 4]
-    assert tokens.tolist() == [[7, 8, 9, 10], [3, 0, 0, 0], [2, 4, 5, 6]]

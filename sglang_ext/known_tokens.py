@@ -1,0 +1,143 @@
+"""Tokens that a prefill has shown beyond a request's first: kept until its first decode step."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_ext.requests import RunningRequest
+
+
+@dataclass(frozen=True)
+class KnownTokens:
+    """What a request will write, as its prefill has shown.
+
+    Attributes:
+        first: its first token, which comes from the prefill itself; the draft had it right.
+        tokens: what follows: the rest of the draft as far as it is right, and one token more.
+        kv: K and V of `first` and of all `tokens` but the last, float[n, heads, size] by layer;
+            empty: they stand in the request's own slots already.
+    """
+
+    first: int
+    tokens: list[int]
+    kv: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class KnownHead:
+    """Tokens that requests get in a step before it runs, since their prefill has shown them.
+
+    Attributes:
+        tokens: int64[bs, n], zeros behind each request's own.
+        lens: int32[bs], how many each request has.
+        counts: the same on the host.
+    """
+
+    tokens: torch.Tensor
+    lens: torch.Tensor
+    counts: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        known: Sequence[KnownTokens | None],
+        to_device: Callable[[Sequence[np.ndarray]], list[torch.Tensor]],
+    ) -> "KnownHead":
+        """The tokens of the requests of which some are known."""
+        counts = [len(k.tokens) if k is not None else 0 for k in known]
+        tokens = np.zeros((len(known), max(counts)), dtype=np.int64)
+        for row, k in zip(tokens, known, strict=True):
+            if k is not None:
+                row[: len(k.tokens)] = k.tokens
+        there, lens = to_device([tokens, np.array(counts, dtype=np.int32)])
+        return cls(there, lens, counts)
+
+    def joined(
+        self, tokens: torch.Tensor, lens: torch.Tensor, most: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """These and, behind them, what the step gave; nothing waits for a device.
+
+        Args:
+            tokens: int[bs, m].
+            lens: int32[bs], how many of them each request got.
+            most: tokens that a request has of both together, at most.
+
+        Returns:
+            The same of both, int[bs, n + m or `most`] (zeros behind each request's own) and
+            int32[bs].
+        """
+        total = (self.lens + lens).to(lens.dtype)
+        n, m = self.tokens.shape[1], tokens.shape[1]
+        width = min(n + m, most)
+        at = torch.arange(width, device=tokens.device)
+        before = self.lens[:, None]
+        mine = torch.nn.functional.pad(self.tokens.to(tokens.dtype), (0, width - n))
+        theirs = tokens.gather(1, (at - before).clamp(0, m - 1).long())
+        both = torch.where(at < before, mine, theirs)
+        return torch.where(at < total[:, None], both, torch.zeros_like(both)), total
+
+
+class KnownTable:
+    """Known tokens by request."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Req, KnownTokens]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def add(self, req: "Req", known: KnownTokens) -> None:
+        """Keep what a prefill has shown of a request."""
+        self._known[req.rid] = req, known
+
+    def has(self, req: "Req") -> bool:
+        """Whether anything is known of a request."""
+        return self._known.get(req.rid, (None,))[0] is req
+
+    def take(self, running: Sequence["RunningRequest"]) -> "list[KnownTokens | None]":
+        """What is known of each of these requests; empty if of none anything.
+
+        A request's first decode step is the last chance: what is not used then is forgotten.
+        """
+        if not self._known:
+            return []
+        found: list[KnownTokens | None] = []
+        for r in running:
+            req, known = self._known.pop(r.draft.rid, (None, None))
+            fits = known is not None and req is r.req and r.draft.output == [known.first]
+            found.append(known if fits else None)
+        return found if any(found) else []
+
+    def forget(self, rid: str) -> None:
+        """The request ended, or its prompt is read again."""
+        self._known.pop(rid, None)
+
+    def clear(self) -> None:
+        """Forget every request."""
+        self._known.clear()
+
+
+def right_tokens(
+    draft: Sequence[int], predicted: Sequence[int], kv: Callable[[int], Any] | None = None
+) -> KnownTokens | None:
+    """What of a chain behind a prompt is right; None: it was wrong at once.
+
+    Args:
+        draft: the chain.
+        predicted: the target's token after the prompt, then after each token of the chain.
+        kv: gives KnownTokens.kv of the chain's first n tokens.
+    """
+    right = 0
+    while right < len(draft) and draft[right] == predicted[right]:
+        right += 1
+    if right == 0:
+        return None
+    return KnownTokens(
+        draft[0], list(predicted[1 : right + 1]), kv(right) if kv is not None else []
+    )
