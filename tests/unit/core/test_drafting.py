@@ -89,6 +89,23 @@ def test_a_requests_life_is_told_in_order(monkeypatch):
     ]
 
 
+def test_a_request_that_is_retracted_before_its_known_tokens_are_served_starts_again(monkeypatch):
+    drafter = Recorder(TokenTree.chain([7]))
+    plan = planner(monkeypatch, a=drafter)
+    req = request("r", [10])
+    [running] = plan.requests.update([req], None)
+    plan.requests.advance(running, [11, 12])
+    plan.requests.prefill([req])  # its output_ids never got them
+    [again] = plan.requests.update([req], [[11]])
+    assert again.draft.output == [10, 11]
+    assert drafter.calls == [
+        ("start", "r", [10]),
+        ("observe", "r", [11, 12]),
+        ("finish", "r", [10, 11, 12], False),
+        ("start", "r", [10, 11]),
+    ]
+
+
 @pytest.mark.parametrize(
     "answer",
     [
