@@ -21,6 +21,8 @@ MIN_RATE, MAX_RATE = 1_000, 768_000
 MAX_CHANNELS = 64
 """Most channels of audio, those of FFmpeg's libswresample (SWR_CH_MAX)."""
 
+_PLANES = 7  # that PyAV 18 can hand over: it looks for the end of eight past their array
+
 _PIECE_SAMPLES = 1 << 18  # of output, at most, from one call of the resampler
 _LEAST_SAMPLES = 1 << 13  # of input that are worth a call
 
@@ -94,13 +96,12 @@ class MonoResampler:
         """
         if not frame.samples:
             return
-        if self._unpack is None:
+        if self._kind is None:
             self._start(frame)
         elif _kind(frame) != self._kind:
             raise AudioError("the audio changes its sample rate or its channels on the way")
-        assert self._unpack is not None
-        for packed in self._unpack.push(frame):
-            yield from self._resampled(self._mixed(packed))
+        for channels in self._channels(frame):
+            yield from self._resampled(self._mixed(channels))
 
     def flush(self) -> Iterator[np.ndarray]:
         """What the resampler has kept back, after the last frame."""
@@ -114,18 +115,25 @@ class MonoResampler:
         check_format(frame.sample_rate, layout.nb_channels)
         self._kind = _kind(frame)
         self._weights = downmix_weights([channel.name for channel in layout.channels])
-        # Packed: PyAV 18 looks for a planar frame's planes past the end of its array of eight.
-        self._unpack = _Graph(frame.format.name, layout.name, frame.sample_rate, sample_fmts="flt")
+        if frame.format.name != "fltp" or layout.nb_channels > _PLANES:
+            self._unpack = _Graph(
+                frame.format.name, layout.name, frame.sample_rate, sample_fmts="flt"
+            )
         if frame.sample_rate != SAMPLE_RATE:
             self._resample = _Graph(
                 "flt", "mono", frame.sample_rate, sample_rates=str(SAMPLE_RATE), sample_fmts="flt"
             )
 
-    def _mixed(self, packed: Any) -> np.ndarray:
-        samples = _samples(packed)
-        if len(self._weights) == 1:
-            return samples
-        return samples.reshape(-1, len(self._weights)) @ self._weights
+    def _channels(self, frame: Any) -> Iterator[np.ndarray]:
+        """float32[channels, n] of a decoded frame."""
+        if self._unpack is None:
+            yield _safe(frame.to_ndarray())
+            return
+        for packed in self._unpack.push(frame):
+            yield _samples(packed).reshape(-1, len(self._weights)).T
+
+    def _mixed(self, channels: np.ndarray) -> np.ndarray:
+        return channels[0] if len(channels) == 1 else self._weights @ channels
 
     def _resampled(self, mono: np.ndarray) -> Iterator[np.ndarray]:
         if self._resample is None:
@@ -189,6 +197,11 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _samples(frame: Any) -> np.ndarray:
-    """float32[samples * channels] of a packed frame, made safe for what comes."""
-    samples = frame.to_ndarray().reshape(-1)
-    return np.nan_to_num(samples, nan=0.0, posinf=1.0, neginf=-1.0).clip(-1.0, 1.0)
+    """float32[samples * channels] of a packed frame."""
+    return _safe(frame.to_ndarray().reshape(-1))
+
+
+def _safe(samples: np.ndarray) -> np.ndarray:
+    """The same array, from -1 to 1, what is no number as silence."""
+    np.nan_to_num(samples, copy=False, nan=0.0, posinf=1.0, neginf=-1.0)
+    return np.clip(samples, -1.0, 1.0, out=samples)
