@@ -137,7 +137,7 @@ def unfold(nodes_at, weights_at, size, texts, zero, node):
     position = np.int64(nodes[node, REST_POSITION])
     end = np.int64(nodes[node, REST_END])
     nodes[node, REST_END] = 0
-    origin = nodes[node, SOURCES] & ~SOURCE_BIGRAM
+    origin = nodes[node, SOURCES]
     if segment == INPUT:
         source = 0
         token = np.int64(load(seen_at, position, np.int32(0)))
@@ -258,7 +258,7 @@ def draft_best_first(
         if node == 0 and bigrams[2] > 0:
             if total == 0.0:  # nothing was seen of what follows
                 total = unseen = 1.0
-            size = _add_bigrams(nodes_at, weights_at, size, bigrams, unseen)
+            size = _add_bigrams(nodes_at, weights_at, size, texts, zero, bigrams, unseen)
         place = nodes[node, PLACE]
         child = np.int64(nodes[node, FIRST_CHILD])
         while child >= 0:
@@ -286,7 +286,7 @@ def draft_best_first(
 
 
 @njit(cache=True, nogil=True)
-def _add_bigrams(nodes_at, weights_at, size, bigrams, unseen):
+def _add_bigrams(nodes_at, weights_at, size, texts, zero, bigrams, unseen):
     """Shares the weight of what was not seen after the root; returns the tree's new size."""
     nodes = matrix_at(nodes_at, NODE_COLUMNS, np.int32)
     weights = matrix_at(weights_at, WEIGHT_COLUMNS, np.float64)
@@ -308,6 +308,9 @@ def _add_bigrams(nodes_at, weights_at, size, bigrams, unseen):
             else:
                 nodes[last, NEXT_SIBLING] = child
             nodes[0, LAST_CHILD] = child
+        elif nodes[child, REST_END] > 0:
+            # Its only child has the weight that it has by what was seen.
+            size = unfold(nodes_at, weights_at, size, texts, zero, child)
         weights[child, 0] += unseen * probs[column]
         nodes[child, SOURCES] |= SOURCE_BIGRAM
     return size

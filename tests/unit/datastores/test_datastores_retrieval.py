@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from datastores import Bigrams, DatastoreError, Draft, InputTrie, RetrievalConfig, retrieve
@@ -163,6 +163,12 @@ def naive_paths(
     return result
 
 
+def one_bigram(token: int, follower: int, prob: float) -> Bigrams:
+    tokens, probs = np.full((VOCAB, 3), -1, np.int32), np.zeros((VOCAB, 3), np.float32)
+    tokens[token, 0], probs[token, 0] = follower, prob
+    return Bigrams(tokens, probs)
+
+
 def assert_well_formed(draft: Draft, vocab_size: int) -> None:
     n = len(draft)
     assert draft.tokens.dtype == draft.parents.dtype == np.int32
@@ -187,6 +193,14 @@ def assert_well_formed(draft: Draft, vocab_size: int) -> None:
     live=corpora,
     config=configs,
     table=st.none() | bigrams(),
+)
+@example(
+    history=[1, 0, 1],
+    split=0,
+    corpus=[],
+    live=[],
+    config=RetrievalConfig(branch_length=2),
+    table=one_bigram(1, 0, 0.01),
 )
 def test_probabilities_and_sources_equal_the_naive_estimator(
     history: list[int],
