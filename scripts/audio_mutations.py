@@ -102,8 +102,8 @@ def _fields(rng: Rng) -> bytes:
     for _ in range(int(rng.integers(1, 5))):
         at = _choice(rng, places) if places else 0
         width = _choice(rng, (1, 2, 4, 8))
-        order = "big" if rng.random() < 0.5 else "little"
-        value = (_hostile(rng) & (1 << 8 * width) - 1).to_bytes(width, order)
+        value = (_hostile(rng) & (1 << 8 * width) - 1).to_bytes(width, "big")
+        value = value if rng.random() < 0.5 else value[::-1]
         first = at + int(rng.integers(0, 48))
         data[first : first + width] = value[: max(0, len(data) - first)]
     return _repaired(bytes(data)) if rng.random() < 0.8 else bytes(data)

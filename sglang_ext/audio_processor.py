@@ -87,7 +87,9 @@ def _whisper_processor() -> type:
                 raise ValueError(f"Whisper takes one audio a request, got {len(audio_data)}")
             prompt = self._prompt(request_obj)
             loop, threads = asyncio.get_running_loop(), audio_decoders.threads()
-            samples = await loop.run_in_executor(threads, first_window, audio_data[0])
+            # Two kinds of threads: a slow download must not keep others from decoding.
+            source = await loop.run_in_executor(self.io_executor, opened, audio_data[0])
+            samples = await loop.run_in_executor(threads, first_window, source)
             item = await loop.run_in_executor(self.io_executor, self._item, samples)
             return MultimodalProcessorOutput(input_ids=prompt, mm_items=[item])
 
@@ -143,37 +145,15 @@ def checked_prompt(ids: Sequence[Any], vocab_size: int) -> list[int]:
     return list(ids)
 
 
-def first_window(audio: Any) -> np.ndarray:
-    """Up to 30 s of what a request may bring as audio: float32[n] at 16 kHz.
+def opened(audio: Any) -> PcmAudio | BytesIO | Path:
+    """What a request may bring as audio: samples, bytes, an address, a data URL or a path, by
+    SGLang's rules (srt/utils/common.py:load_audio).
 
     Raises:
-        ValueError: it cannot be opened or decoded.
-        fastapi.HTTPException: 503, too much audio waits to be decoded.
+        ValueError: it is none of these, or cannot be had.
     """
-    from speech.audio import WINDOW_SAMPLES
-
     if isinstance(audio, PcmAudio):
-        return audio.samples[:WINDOW_SAMPLES]
-    from fastapi import HTTPException
-
-    from sglang_ext import audio_decoders
-    from speech.audio_errors import DecodersBusy
-
-    try:
-        with audio_decoders.pool().open(_opened(audio)) as decoded:
-            return decoded.first(WINDOW_SAMPLES)
-    except DecodersBusy as error:
-        raise HTTPException(503, str(error)) from None
-    except OSError as error:
-        raise ValueError(f"the audio cannot be opened: {error}") from None
-
-
-def _opened(audio: Any) -> BytesIO | Path:
-    """Bytes, an address, a data URL or a path, by SGLang's rules (srt/utils/common.py:load_audio).
-
-    Raises:
-        OSError, ValueError: it is none of these, or cannot be had.
-    """
+        return audio
     if isinstance(audio, bytes):
         return BytesIO(audio)
     if not isinstance(audio, str) or not audio:
@@ -183,5 +163,35 @@ def _opened(audio: Any) -> BytesIO | Path:
     if audio.startswith(("http://", "https://")):
         from sglang.srt.utils.common import download_remote_media
 
-        return BytesIO(download_remote_media(audio, timeout=int(os.getenv("REQUEST_TIMEOUT", "5"))))
+        timeout = int(os.getenv("REQUEST_TIMEOUT", "5"))
+        try:
+            return BytesIO(download_remote_media(audio, timeout=timeout))
+        except OSError as error:
+            raise ValueError(f"the audio cannot be fetched: {error}") from None
     return Path(unquote(urlparse(audio).path) if audio.startswith("file://") else audio)
+
+
+def first_window(source: PcmAudio | BytesIO | Path) -> np.ndarray:
+    """Its first 30 s: float32[n] at 16 kHz.
+
+    Raises:
+        ValueError: it cannot be opened or decoded.
+        fastapi.HTTPException: 503, too much audio waits to be decoded.
+    """
+    from fastapi import HTTPException
+
+    from sglang_ext import audio_decoders
+    from speech.audio import WINDOW_SAMPLES
+    from speech.audio_errors import DecodersBusy
+
+    if isinstance(source, PcmAudio):
+        return source.samples[:WINDOW_SAMPLES]
+    try:
+        decoded = audio_decoders.pool().open(source)
+    except OSError as error:
+        raise ValueError(f"the audio cannot be opened: {error}") from None
+    with decoded:
+        try:
+            return decoded.first(WINDOW_SAMPLES)
+        except DecodersBusy as error:
+            raise HTTPException(503, str(error)) from None

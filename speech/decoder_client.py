@@ -43,14 +43,18 @@ class DecoderProcess:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             number = theirs.fileno()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(number), str(memory_mb)],
-                stdin=subprocess.PIPE,  # nobody writes to it: see end_with_parent
-                stdout=subprocess.DEVNULL,
-                pass_fds=(number,),
-                cwd=Path(__file__).parents[1],
-                env=_environment(),
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", MODULE, str(number), str(memory_mb)],
+                    stdin=subprocess.PIPE,  # nobody writes to it: see end_with_parent
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(number,),
+                    cwd=Path(__file__).parents[1],
+                    env=_environment(),
+                )
+            except OSError as error:  # no memory, no descriptors
+                self._control.close()
+                raise RuntimeError(f"an audio decoder does not start: {error}") from None
         self.pid = self._process.pid
         self.jobs = 0
         self.session = 0

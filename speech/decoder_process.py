@@ -31,6 +31,10 @@ MESSAGE_BYTES = 16_384
 _LARGE = 4  # one part of the memory limit that a job may leave behind, as leaks or fragments
 
 
+class OutputError(Exception):
+    """Samples cannot be written, which is not the file's fault."""
+
+
 class Session:
     """One file that is being decoded.
 
@@ -104,6 +108,8 @@ class Decoder:
             answer = self._decode(job, file, out)
         except MemoryError:
             answer = {"error": "memory"}
+        except OutputError as error:
+            answer = {"error": "output", "message": str(error)}
         except AudioError as error:
             answer = {"error": type(error).__name__, "message": str(error)}
         except Exception as error:
@@ -158,7 +164,10 @@ def _write(out: int, block: np.ndarray | None, samples: int) -> int:
     data = np.ascontiguousarray(block, "<f4").data.cast("B")
     position = samples * 4
     while data:
-        done = os.pwrite(out, data, position)
+        try:
+            done = os.pwrite(out, data, position)
+        except OSError as error:
+            raise OutputError(error.strerror) from None
         data, position = data[done:], position + done
     return len(block)
 

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import threading
 from collections import deque
@@ -84,11 +85,11 @@ class DecoderPool:
         Raises:
             AudioError: the file cannot be decoded, or decoding it ended the process.
             DecodersBusy: too many files wait already.
-            RuntimeError: no process can be started.
+            RuntimeError: no process can be started, or the samples cannot be written.
         """
         stretches = 1 + (job["skip"] + job["take"]) * BLOCK_SAMPLES / SAMPLE_RATE // _STRETCH_S
         job = job | {"cpu_seconds": self._cpu_seconds * stretches}
-        process = self._acquire(job["session"])
+        process = self._acquire(job["session"], refusing=not job["skip"])
         try:
             while True:
                 process = process or DecoderProcess(self._memory_mb)
@@ -103,6 +104,8 @@ class DecoderPool:
                     if not used or str(error) == "time":
                         raise self._death(str(error), job["cpu_seconds"]) from None
         except BaseException:
+            if process is not None:
+                process.end()
             self._release(None)
             raise
         if answer["retiring"]:
@@ -124,11 +127,16 @@ class DecoderPool:
         for process in idle:
             process.end()
 
-    def _acquire(self, session: int) -> DecoderProcess | None:
-        """A process for a session once there is one, None where one is to be started."""
+    def _acquire(self, session: int, refusing: bool) -> DecoderProcess | None:
+        """A process for a session once there is one, None where one is to be started.
+
+        Args:
+            refusing: whether a full queue is an error; not for a file that has been begun.
+        """
         ticket = object()
         with self._changed:
-            if self._busy >= self._most and len(self._waiting) >= self._queue:
+            full = self._busy >= self._most and len(self._waiting) >= self._queue
+            if refusing and full:
                 raise DecodersBusy(
                     f"{len(self._waiting)} audio files wait to be decoded; try again later"
                 )
@@ -172,6 +180,8 @@ class DecoderPool:
                     f"decoding the audio takes more than {self._memory_mb} MiB of memory; "
                     "it is damaged, or made to be large"
                 )
+            case "output":
+                raise RuntimeError(f"decoded audio cannot be written: {answer['message']}")
             case "AudioTooLong":
                 raise AudioTooLong(answer["message"])
         raise AudioError(answer["message"])
@@ -284,7 +294,7 @@ def _descriptor(file: IO[bytes] | Path) -> int:
     if isinstance(file, Path):
         # A pipe or device would be waited for, or never end.
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        if not file.is_file():
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise OSError(f"{file} is no regular file")
         return descriptor

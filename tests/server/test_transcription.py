@@ -1,5 +1,6 @@
 """OpenAI's audio API on a real Whisper server, through OpenAI's own client where it can."""
 
+import base64
 import io
 import json
 import re
@@ -21,6 +22,7 @@ from whisper.normalizers import EnglishTextNormalizer
 
 from scripts.server import Server
 from scripts.speech_data import FOLDER, FORMATS, Clip, encode, read_audio, read_references
+from tests.unit.speech.wav_files import wav_file
 
 MODEL = "whisper-base"
 RATE = 16_000
@@ -295,7 +297,13 @@ BAD_FIELDS = [
     ({"include[]": "thoughts"}, 400, "include", None),
     ({"custom_params": "[1]"}, 400, "custom_params", None),
     ({"chunking_strategy": "random"}, 400, "chunking_strategy", None),
-]
+    (
+        {"chunking_strategy": '{"type": "server_vad", "threshold": %s}' % ("9" * 400)},
+        400, "chunking_strategy", "invalid_value",
+    ),
+    ({"chunking_strategy": "[" * 100_000}, 400, "chunking_strategy", None),
+    ({"custom_params": '{"a":' * 900 + "1" + "}" * 900}, 400, "custom_params", None),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "status", "param", "code"), BAD_FIELDS)
@@ -334,6 +342,59 @@ def test_bad_audio(server, data, code, stream):
     assert response.status_code == 400, response.text
     error = error_of(response)
     assert (error["param"], error["code"]) == ("file", code)
+
+
+@pytest.mark.parametrize("channels", [8, 64])
+def test_many_channels_are_transcribed(server, jfk, channels):
+    pcm = np.round(jfk.mono(RATE) * 32767).astype(np.int16)
+    response = post(server, wav_file(np.tile(pcm[:, None], channels), RATE), language="en")
+    assert response.ok, response.text
+    assert response.json()["text"].endswith(JFK)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (wav_file(np.zeros((100, 65), np.int16), RATE), "65 channels; expected 1 to 64"),
+        (wav_file(np.zeros((20_000, 1), np.int16), 10), "10 samples per second; expected"),
+        (wav(RATE).replace(b"fmt \x10\0\0\0\x01\0", b"fmt \x10\0\0\0\x34\x12"), "no codec"),
+    ],
+    ids=["channels", "rate", "codec"],
+)
+@pytest.mark.parametrize("route", ["transcriptions", "generate"])
+def test_what_is_beyond_is_refused_by_name(server, data, said, route):
+    if route == "generate":
+        response = generate(server, data)
+        assert response.status_code == 400 and said in response.text
+    else:
+        response = post(server, data)
+        assert response.status_code == 400 and said in error_of(response)["message"]
+        assert error_of(response)["param"] == "file"
+
+
+def generate(server: Server, data: bytes) -> requests.Response:
+    url = "data:audio/wav;base64," + base64.b64encode(data).decode()
+    body = {"text": "", "audio_data": url, "modalities": ["audio"]}
+    return requests.post(server.base_url + "/generate", json=body, timeout=600)
+
+
+def test_decoders_that_died_are_replaced(server, jfk):
+    assert server._process is not None
+    process = psutil.Process(server._process.pid)
+
+    def decoders() -> list[psutil.Process]:
+        children = process.children(recursive=True)
+        running = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+        return [child for child in running if "speech.decoder_process" in child.cmdline()]
+
+    assert post(server, encode(silence(1))).ok
+    before = decoders()
+    assert 1 <= len(before) <= 4
+    for decoder in before:
+        decoder.kill()
+    body = post(server, encode(jfk), language="en").json()
+    assert body["text"].endswith(JFK)
+    assert not {child.pid for child in before} & {child.pid for child in decoders()}
 
 
 def test_a_missing_file_and_other_bodies(server):

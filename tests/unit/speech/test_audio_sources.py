@@ -3,6 +3,7 @@
 import base64
 import os
 from pathlib import Path
+from typing import Any
 
 import fastapi
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from scripts.speech_data import Clip, encode
 from sglang_ext import audio_decoders
-from sglang_ext.audio_processor import PcmAudio, checked_prompt, first_window
+from sglang_ext.audio_processor import PcmAudio, checked_prompt, first_window, opened
 from speech.audio import SAMPLE_RATE, WINDOW_SAMPLES
 from speech.audio_errors import DecodersBusy
 from speech.decoders import DecoderPool
@@ -26,6 +27,10 @@ def pool():
     made.close()
 
 
+def window(audio: Any) -> np.ndarray:
+    return first_window(opened(audio))
+
+
 def wav(seconds: float) -> bytes:
     samples = np.random.default_rng(0).normal(0, 0.1, (1, int(seconds * SAMPLE_RATE)))
     return encode(Clip("x", samples.astype(np.float32), SAMPLE_RATE))
@@ -35,20 +40,20 @@ def test_bytes_paths_and_data_urls_are_the_same(tmp_path: Path):
     data, path = wav(1), tmp_path / "with space.wav"
     path.write_bytes(data)
     url = "data:audio/wav;base64," + base64.b64encode(data).decode()
-    expected = first_window(data)
+    expected = window(data)
     assert len(expected) == SAMPLE_RATE
     for audio in (url, str(path), f"file://{tmp_path}/with%20space.wav", PcmAudio(expected)):
-        np.testing.assert_array_equal(first_window(audio), expected)
+        np.testing.assert_array_equal(window(audio), expected)
 
 
 def test_only_what_whisper_reads_is_decoded(pool):
-    samples = first_window(wav(40))
+    samples = window(wav(40))
     assert len(samples) == WINDOW_SAMPLES
-    assert len(first_window(PcmAudio(np.zeros(40 * SAMPLE_RATE, np.float32)))) == WINDOW_SAMPLES
+    assert len(window(PcmAudio(np.zeros(40 * SAMPLE_RATE, np.float32)))) == WINDOW_SAMPLES
 
 
 def test_eight_channels_are_mixed_and_cost_no_process(pool):
-    samples = first_window(wav_file(np.full((1600, 8), 8192, np.int16), SAMPLE_RATE))
+    samples = window(wav_file(np.full((1600, 8), 8192, np.int16), SAMPLE_RATE))
     np.testing.assert_allclose(samples, 0.25, atol=1e-6)
     assert pool.deaths == 0
 
@@ -60,13 +65,13 @@ def test_eight_channels_are_mixed_and_cost_no_process(pool):
 )  # fmt: skip
 def test_what_is_no_audio_is_a_value_error(audio):
     with pytest.raises(ValueError):
-        first_window(audio)
+        window(audio)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="no regular file"):
-        first_window(str(tmp_path / "pipe"))
+        window(str(tmp_path / "pipe"))
 
 
 def test_a_full_queue_is_a_503(pool, monkeypatch):
@@ -75,7 +80,7 @@ def test_a_full_queue_is_a_503(pool, monkeypatch):
 
     monkeypatch.setattr(pool, "run", busy)
     with pytest.raises(fastapi.HTTPException) as raised:
-        first_window(wav(1))
+        window(wav(1))
     assert (raised.value.status_code, raised.value.detail) == (503, "3 audio files wait")
 
 

@@ -191,6 +191,41 @@ def test_more_than_may_wait_are_refused_and_the_others_served(pools, tmp_path: P
     assert isinstance(ends[0], DecoderDied) and ends[1] == SAMPLE_RATE // 10
 
 
+def test_a_file_that_was_begun_is_not_refused_for_the_queue(pools, tmp_path: Path):
+    pool, pid_file = pools(1, 1, 64, 600.0), tmp_path / "pid"
+    loop, done = b"loop " + bytes(pid_file), list[object]()
+
+    def work(data: bytes) -> None:
+        with pytest.raises(DecoderDied):
+            decoded(pool, data)
+
+    def read_on() -> None:
+        done.append(sum(map(len, blocks)))
+
+    with pool.open(io.BytesIO(noise(60))) as audio:
+        blocks = audio.blocks(1)
+        next(blocks)
+        threads = [threading.Thread(target=work, args=(data,)) for data in (loop, b"crash")]
+        threads[0].start()
+        until(lambda: pid_file.is_file() and pid_file.read_text())
+        threads[1].start()
+        until(lambda: pool.waiting == 1)
+        threads.append(threading.Thread(target=read_on))
+        threads[2].start()
+        until(lambda: pool.waiting == 2)
+        os.kill(int(pid_file.read_text()), signal.SIGPROF)  # what the time limit sends
+        for thread in threads:
+            thread.join(WAIT_S)
+    assert done == [60 * SAMPLE_RATE - BLOCK_SAMPLES]
+
+
+def test_a_full_disk_is_not_the_files_fault(pools, monkeypatch):
+    full = Path("/dev/full").open("wb")  # noqa: SIM115
+    monkeypatch.setattr(decoders.tempfile, "TemporaryFile", lambda **_: full)
+    with pytest.raises(RuntimeError, match="cannot be written"):
+        decoded(pools(1), noise(0.1))
+
+
 def test_limits_of_length_hold_there_too(pools):
     with pytest.raises(AudioTooLong), pools(1).open(io.BytesIO(noise(3)), 2.5) as audio:
         list(audio.blocks())
