@@ -137,7 +137,8 @@ def main() -> int:
     flags = [
         "--speculative-algorithm", "SSSD", "--drafters", "ssbd", "--enable-metrics",
         "--max-running-requests", "32", "--translation-idle-seconds", str(IDLE_S),
-        "--translation-sessions", str(limit),
+        # One namespace may have them all.
+        "--translation-sessions", str(limit), "--namespace-share", "1",
     ]  # fmt: skip
     with Server(options.model, flags, name="soak") as server:
         figures = asyncio.run(
