@@ -1,272 +1,60 @@
-"""Isolation of tenants, checked on the draft trees themselves.
+"""Isolation of tenants: in drafts, on a server, and behind both routers.
 
-The server's own drafter serves three tenants and a fourth that was never served, over a durable
-datastore in a temporary folder. All tenants' texts begin alike (the contexts) and go on with
-tokens that are in one text of one tenant only (its markers), so a draft for one tenant that reads
-another's text shows it. Checked while texts come in, from memory, from files, after a restart,
-and after one request's contribution and a whole namespace were deleted, whose markers must be
-gone from the bytes of every file too.
+Parts (`--parts`):
+- drafts: every draft tree of the server's own drafters, in this process (isolation_drafts.py).
+- server: one server over HTTP: whether another client's session changes an answer, what comes back
+  after deletions, whether one tenant takes what belongs to all (isolation_server.py).
+- pd: tenants, keys and deletions through the mini load balancer and SGLang's Rust router, with
+  prefill and decode servers behind them (isolation_pd.py; needs what `sglang-ext pd` needs).
 
-    python -m scripts.check_isolation [--quick] [--json FILE]
+Figures: leaks, deletion_leftovers (over memory, disk and sessions), cross_session_changes and
+starved_tenants should be 0, pd_isolated_mini and pd_isolated_rust 1.
+
+    python -m scripts.check_isolation [--parts drafts,server,pd] [--quick] [--json FILE]
 """
 
+import argparse
 import sys
-import tempfile
-import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 
-import numpy as np
-from tqdm import tqdm
-
+from scripts import isolation_drafts, isolation_pd, isolation_server
 from scripts.figures import parser, report
-from sglang_ext.drafters import DrafterContext, DraftRequest
-from sglang_ext.drafters.retrieval import RetrievalDrafter
-from sglang_ext.options import Options
+from scripts.isolation_drafts import NothingShown
 
-TENANTS = ("acme", "globex", "default")
-STRANGER = "stranger"
-MAX_NODES = 24
-BATCH = 16
-CONTEXT = 10  # tokens of a context
-MARKERS = 12  # tokens that only one text has
-COMMON = 2000  # token ids that contexts are made of; markers are above
-TIMEOUT_S = 120
-
-
-class NothingShown(Exception):
-    """What was to be looked for could not have been there."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """One served output: a shared context, then markers."""
-
-    rid: str
-    tenant: str
-    context: tuple[int, ...]
-    markers: tuple[int, ...]
-
-
-@dataclass
-class Findings:
-    """What the trees showed."""
-
-    drafts: int = 0
-    own: int = 0
-    leaks: int = 0
-    left: int = 0
-    messages: list[str] = field(default_factory=list)
-
-    def note(self, message: str) -> None:
-        self.leaks += 1
-        if len(self.messages) < 20:
-            self.messages.append(message)
-
-
-class Bench:
-    """A drafter over a folder, the texts it has served, and the checks."""
-
-    def __init__(self, folder: Path, contexts: int, rounds: int):
-        self.folder = folder
-        self.findings = Findings()
-        rng = np.random.default_rng(0)
-        self.contexts = [tuple(map(int, rng.integers(0, COMMON, CONTEXT))) for _ in range(contexts)]
-        self.vocab_size = COMMON + rounds * (len(TENANTS) + 2) * contexts * MARKERS
-        # Shuffled: ascending ones would stand in suffix arrays too, as positions.
-        self.unused = rng.permutation(np.arange(COMMON, self.vocab_size)).tolist()
-        self.owner = np.full(self.vocab_size, -1)  # index of the text that a marker belongs to
-        self.texts: list[Text] = []
-        self.gone: set[int] = set()  # texts that nobody may see (deleted, opted out, aborted)
-        self.drafter = self.open()
-
-    def open(self) -> RetrievalDrafter:
-        options = Options(datastore=str(self.folder))
-        return RetrievalDrafter(DrafterContext(self.vocab_size, options, "isolation"))
-
-    def restart(self) -> None:
-        self.drafter.datastore.close()
-        self.drafter = self.open()
-
-    def write(self, tenant: str, context: tuple[int, ...]) -> Text:
-        markers = tuple(self.unused.pop() for _ in range(MARKERS))
-        self.owner[list(markers)] = len(self.texts)
-        text = Text(f"{tenant}-{len(self.texts)}", tenant, context, markers)
-        self.texts.append(text)
-        return text
-
-    def serve(self, text: Text, *, ingest: bool = True, completed: bool = True) -> None:
-        """One request from start to finish, as the worker tells a drafter of it."""
-        params = {"namespace": text.tenant} | ({} if ingest else {"ingest": False})
-        request = DraftRequest(text.rid, text.context, [text.markers[0]], params)
-        self.drafter.start(request)
-        request.output.extend(text.markers[1:])
-        self.drafter.observe(request, text.markers[1:])
-        self.drafter.finish(request, completed)
-        if not (ingest and completed):
-            self.gone.add(self.texts.index(text))
-
-    def serve_round(self) -> None:
-        """Every tenant's text for every context, one opted out and one aborted among them."""
-        for i, context in enumerate(self.contexts):
-            for tenant in TENANTS:
-                self.serve(self.write(tenant, context))
-            self.serve(self.write(TENANTS[i % len(TENANTS)], context), ingest=False)
-            self.serve(self.write(TENANTS[i % len(TENANTS)], context), completed=False)
-
-    def check(self, when: str) -> None:
-        """Draft for every tenant at every place where another tenant's text would fit."""
-        requests = list(self.requests())
-        own = 0
-        for start in tqdm(range(0, len(requests), BATCH), desc=when, disable=None, leave=False):
-            batch = requests[start : start + BATCH]
-            for request in batch:
-                self.drafter.start(request)
-            for request, tree in zip(batch, self.drafter.propose(batch, MAX_NODES), strict=True):
-                own += self.look_at(when, request, tree.tokens)
-        self.findings.drafts += len(requests)
-        self.findings.own += own
-        served = {t.tenant for i, t in enumerate(self.texts) if i not in self.gone}
-        print(f"{when}: {len(requests)} drafts, {own} with the tenant's own markers")
-        if own < len(self.contexts) * len(served):
-            raise NothingShown(f"{when}: hardly a draft has its tenant's own text")
-
-    def requests(self) -> Iterable[DraftRequest]:
-        """Contexts as they are, and as someone would write who knows how a text goes on."""
-        everyone = (*TENANTS, STRANGER)
-        for context in self.contexts:
-            for tenant in everyone:
-                yield DraftRequest("c", context[:-1], [context[-1]], {"namespace": tenant})
-        for text in self.texts[-2000:]:
-            known = [*text.context, *text.markers[:3]]
-            for tenant in everyone:
-                yield DraftRequest("k", known[:-1], [known[-1]], {"namespace": tenant})
-
-    def look_at(self, when: str, request: DraftRequest, tokens: np.ndarray) -> bool:
-        """Note what a draft must not hold; whether it holds its tenant's own."""
-        given = {*request.prompt, *request.output}
-        own = False
-        for token in tokens.tolist():
-            if token < COMMON or token in given:
-                continue
-            index = int(self.owner[token])
-            text = self.texts[index]
-            if text.tenant != request.params["namespace"]:
-                self.findings.note(f"{when}: {request.params['namespace']} was drafted {text.rid}")
-            elif index in self.gone:
-                self.findings.note(f"{when}: {text.rid} was drafted, though it is gone")
-            else:
-                own = True
-        return own
-
-    def files_with(self, text: Text) -> list[str]:
-        """The folder's files in whose bytes the text's markers stand, in whatever integers."""
-        needles = [np.array(text.markers[4:8], dtype=f"<{kind}").tobytes() for kind in ("u2", "u4")]
-        while True:
-            paths = sorted(p for p in self.folder.rglob("*") if p.is_file())
-            try:
-                contents = {path.name: path.read_bytes() for path in paths}
-            except FileNotFoundError:
-                continue  # folded meanwhile: its text is in another file now
-            return [n for n, content in contents.items() if any(x in content for x in needles)]
-
-    def deleted(self, when: str, texts: Sequence[Text], tokens: int) -> None:
-        """`tokens` tokens were deleted: from now on `texts` may be nowhere."""
-        if tokens <= 0:
-            raise NothingShown(f"{when}: nothing was deleted")
-        self.gone.update(self.texts.index(text) for text in texts)
-        self.look_for(when, texts)
-
-    def look_for(self, when: str, texts: Sequence[Text]) -> None:
-        """Note the files that still hold deleted texts."""
-        for text in texts:
-            for name in self.files_with(text):
-                print(f"{when}: {text.rid} is still in {name}", file=sys.stderr)
-                self.findings.left += 1
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
+    "drafts": isolation_drafts.check,
+    "server": isolation_server.check,
+    "pd": isolation_pd.check,
+}
+# Two parts look for it, each elsewhere.
+_SUMMED = "deletion_leftovers"
+_FAILURES = ("leaks", _SUMMED, "cross_session_changes", "starved_tenants")
 
 
 def main() -> int:
     args = parser(__doc__)
     args.add_argument("--contexts", type=int, default=60, help="texts per tenant and round [60]")
+    args.add_argument("--parts", default="drafts,server", help="which ones [%(default)s]")
     options = args.parse_args()
-    if options.quick:
-        options.contexts = 15
-    with tempfile.TemporaryDirectory(prefix="isolation-") as folder:
-        bench = Bench(Path(folder) / "datastore", options.contexts, rounds=4)
+    chosen = options.parts.split(",")
+    if unknown := [name for name in chosen if name not in PARTS]:
+        args.error(f"--parts {','.join(unknown)}: expected some of {', '.join(PARTS)}")
+    figures: dict[str, float] = {}
+    shown = True
+    for name in chosen:
+        print(f"-- {name}", flush=True)
         try:
-            run(bench)
-            shown = True
+            found = PARTS[name](options)
         except NothingShown as error:
             print(f"error: {error}; this checks nothing", file=sys.stderr)
             shown = False
-        bench.drafter.datastore.close()
-    found = bench.findings
-    print("\n".join(found.messages), file=sys.stderr)
-    report(
-        {
-            "drafts_checked": found.drafts,
-            "leaks": found.leaks,
-            "own_text_drafts": found.own,
-            "left_after_deletion": found.left,
-        },
-        options.json,
-    )
-    return 0 if shown and not found.leaks and not found.left else 1
-
-
-def run(bench: Bench) -> None:
-    """All checks, over a new datastore."""
-    store = bench.drafter.datastore
-    bench.serve_round()
-    store.flush(TIMEOUT_S)
-    bench.check("in memory")
-    store.fold(TIMEOUT_S)
-    bench.check("in files")
-    bench.serve_round()
-    store.flush(TIMEOUT_S)
-    bench.restart()
-    bench.check("after a restart, part in the log")
-    check_while_serving(bench)
-    store = bench.drafter.datastore
-    store.fold(TIMEOUT_S)
-    bench.serve_round()
-    store.flush(TIMEOUT_S)
-
-    kept = [t for i, t in enumerate(bench.texts) if i not in bench.gone and t.tenant == "acme"]
-    early, late = kept[0], kept[-1]
-    for text in (early, late):  # one in a sub-index file, one in the log
-        if not bench.files_with(text):
-            raise NothingShown(f"{text.rid} is in no file before it is deleted")
-        bench.deleted("one request deleted", [text], store.delete_document(text.rid, text.tenant))
-    bench.check("one request deleted")
-    others = [t for t in kept if t not in (early, late)]
-    bench.deleted("namespace deleted", others, store.delete_namespace("acme"))
-    bench.check("namespace deleted")
-    bench.restart()
-    bench.look_for("deleted, after a restart", kept)
-    bench.check("deleted, after a restart")
-    bench.drafter.datastore.fold(TIMEOUT_S)
-    bench.look_for("deleted, folded", kept)
-    bench.check("deleted, folded")
-
-
-def check_while_serving(bench: Bench) -> None:
-    """The same while texts of all tenants come in and are folded."""
-    done = threading.Event()
-
-    def keep_folding() -> None:
-        while not done.is_set():
-            bench.drafter.datastore.fold(TIMEOUT_S)
-
-    folding = threading.Thread(target=keep_folding)
-    folding.start()
-    try:
-        bench.serve_round()
-        bench.check("while texts come in and are folded")
-    finally:
-        done.set()
-        folding.join()
+            continue
+        if _SUMMED in found and _SUMMED in figures:
+            found[_SUMMED] += figures[_SUMMED]
+        figures |= found
+    report(figures, options.json)
+    apart = all(value for name, value in figures.items() if name.startswith("pd_isolated"))
+    return int(not shown or not apart or any(figures.get(name, 0) for name in _FAILURES))
 
 
 if __name__ == "__main__":

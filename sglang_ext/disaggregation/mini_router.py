@@ -128,8 +128,8 @@ def _message(body: Any) -> str:
 
 def main() -> None:
     """sglang_router's launcher with its mini load balancer."""
-    from sglang_router import mini_lb
-    from sglang_router.launch_router import main as launch
+    from sglang_router import mini_lb  # type: ignore[import-untyped]
+    from sglang_router.launch_router import main as launch  # type: ignore[import-untyped]
 
     extend(mini_lb, Options.from_env().namespace_header)
     launch()
