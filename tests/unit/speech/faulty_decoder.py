@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ class FaultyReader(AudioReader):
                 Path(os.fsdecode(argument)).write_text(str(os.getpid()))
                 while True:
                     pass
+            case b"sleep":
+                time.sleep(3600)
             case b"memory":
                 bytearray(1 << 30)
             case b"pid":

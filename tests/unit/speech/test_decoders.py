@@ -1,5 +1,6 @@
 """Decoders die and the server lives: each fault costs its own file one AudioError, no more."""
 
+import contextlib
 import io
 import os
 import signal
@@ -94,13 +95,19 @@ def test_files_in_memory_on_disk_and_half_way_are_the_same(pools, tmp_path: Path
         (b"loop /dev/null", "more than 0.3 seconds of CPU time"),
     ],
 )
-def test_a_fault_costs_one_file_and_the_next_is_decoded(pools, data, said):
+def test_a_fault_costs_one_file_and_the_next_is_decoded(pools, data, said, monkeypatch):
+    monkeypatch.setattr(decoders, "_WALL_SECONDS", 1e6)  # CPU time alone ends the loop
     pool = pools(1, 8, 64, 0.3)
     assert len(decoded(pool, noise(0.1)))
     for _ in range(2):
         with pytest.raises(DecoderDied, match=said):
             decoded(pool, data)
         assert len(decoded(pool, noise(0.1))) == SAMPLE_RATE // 10
+
+
+def test_a_decoder_that_waits_for_ever_is_ended_too(pools):
+    with pytest.raises(DecoderDied, match="CPU time"):
+        decoded(pools(1, 8, 64, 0.1), b"sleep")
 
 
 def test_a_fault_of_ours_costs_one_file_too(pools):
@@ -261,7 +268,7 @@ PARENT = """
 import io, os, sys, threading
 from speech import decoder_client, decoders
 decoder_client.MODULE = sys.argv[1]
-pool = decoders.DecoderPool(2)
+pool = decoders.DecoderPool(2, cpu_seconds=3600)
 def work(data):
     try:
         list(pool.open(io.BytesIO(data)).blocks())
@@ -282,11 +289,18 @@ def test_decoders_end_with_the_server_also_in_a_loop(tmp_path: Path):
         cwd=Path(decoders.__file__).parents[1],
     )
     assert parent.stdout is not None
-    pids = [int(parent.stdout.readline())]
-    until(lambda: pid_file.is_file() and pid_file.read_text())
-    pids.append(int(pid_file.read_text()))
-    assert all(map(psutil.pid_exists, pids))
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    until(lambda: not any(map(psutil.pid_exists, pids)))
+    started = []
+    try:
+        started.append(psutil.Process(int(parent.stdout.readline())))
+        until(lambda: pid_file.is_file() and pid_file.read_text())
+        started.append(psutil.Process(int(pid_file.read_text())))
+        assert all(process.is_running() for process in started)
+        parent.kill()
+        parent.wait()
+        until(lambda: not any(process.is_running() for process in started))
+    finally:
+        for process in (parent, *started):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        parent.wait()
+        parent.stdout.close()

@@ -93,6 +93,12 @@ def test_what_is_beyond_is_refused_by_name(rate, channels, said):
         list(MonoResampler().push(frame(rate, channels)))
 
 
+def test_a_codec_that_nobody_knows_is_refused_by_name():
+    data = wav_file(constant([0]), RATE).replace(b"fmt \x10\0\0\0\x01\0", b"fmt \x10\0\0\0\x34\x12")
+    with pytest.raises(AudioError, match="names no codec"):
+        decode(io.BytesIO(data))
+
+
 def test_audio_that_changes_on_the_way_is_refused():
     for other in (frame(8_000), frame(RATE, 2), frame(RATE, layout="mono")):
         mono = MonoResampler()
