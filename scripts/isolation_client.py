@@ -63,14 +63,19 @@ class Tenant:
         """What the model writes by itself."""
         return self.output(prompt, drafter="none", ingest=False)
 
-    def write(self, prompt: Sequence[int], session: str, text: Sequence[int]) -> str:
+    def write(
+        self, prompt: Sequence[int], session: str, text: Sequence[int], ingest: bool = True
+    ) -> str:
         """Have a session write `text`, whatever the model thinks of it; returns the request's id.
+
+        Args:
+            ingest: whether it joins the datastore as well.
 
         Raises:
             requests.HTTPError: it was refused.
         """
         ssbd = {"session": session, "draft": list(text), "beta": 1}
-        answer = self.generate(prompt, drafter="ssbd", ssbd=ssbd)
+        answer = self.generate(prompt, drafter="ssbd", ingest=ingest, ssbd=ssbd)
         answer.raise_for_status()
         assert answer.json()["output_ids"] == list(text), "a full bias did not write the draft"
         return answer.json()["meta_info"]["id"]
