@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import requests
 
+from scripts.isolation_server import deletion_leftovers
 from scripts.server import Server
 from tests.server.conftest import CHUNK, MODEL
 
@@ -23,6 +24,7 @@ def folder(tmp_path_factory) -> Path:
 def server(folder) -> Iterator[Server]:
     """SSSD over a durable datastore, with metrics and an admin key."""
     flags = ["--speculative-algorithm", "SSSD", "--datastore", str(folder), "--enable-metrics"]
+    flags += ["--drafters", "ssbd"]
     with Server(MODEL, [*flags, *CHUNK, "--admin-api-key", "secret"], name="datastore") as server:
         yield server
 
@@ -148,6 +150,11 @@ def test_a_deleted_namespace_is_gone_from_memory_and_files(server, folder):
     assert "doomed" not in namespaces(server)
     ask(server, namespace="kept")
     assert namespaces(server)["kept"] == total
+
+
+def test_nothing_of_a_request_or_a_namespace_is_left_in_sessions(server, folder, prompts):
+    asked = [p.input_ids for p in prompts[:2]]
+    assert deletion_leftovers(server.base_url, folder, asked, key="secret") == 0
 
 
 def test_routes_need_the_admin_key_and_refuse_in_openais_shape(server):

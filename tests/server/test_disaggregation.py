@@ -10,6 +10,7 @@ import pytest
 import requests
 
 from scripts.client import Completion, generate, generate_all, stream
+from scripts.isolation_pd import HEADER, Routed, problems, rust_router
 from scripts.metrics import read_metrics
 from scripts.pd_servers import Disaggregated
 from scripts.prompts import Prompt
@@ -24,7 +25,8 @@ except ImportError as error:
 # So small that requests which grow together do not fit, and some are retracted.
 DECODE_POOL = 1100
 FLAGS = [
-    "--speculative-algorithm", "SSSD", "--enable-metrics", "--drafters", "random",
+    "--speculative-algorithm", "SSSD", "--enable-metrics", "--drafters", "random,ssbd",
+    "--namespace-header", HEADER,
     f"--decode-flags=--max-total-tokens {DECODE_POOL} --num-reserved-decode-tokens 16",
 ]  # fmt: skip
 
@@ -121,6 +123,19 @@ def test_streams_and_chat_go_through_the_router(
     ]
     plain, apart = (answer["choices"][0]["message"]["content"] for answer in answers)
     assert apart == plain
+
+
+@pytest.mark.parametrize("name", ["mini", "rust"])
+def test_tenants_are_apart_behind_both_routers(
+    name: str, pd: Disaggregated, prompts: list[Prompt]
+) -> None:
+    asked = [p.input_ids for p in prompts[:3]]
+    decode = pd.urls["decode 1"]
+    if name == "mini":
+        assert problems(Routed(name, pd.base_url, decode), asked) == []
+    else:
+        with rust_router(pd) as url:
+            assert problems(Routed(name, url, decode), asked) == []
 
 
 def test_aborted_requests_leave_room_for_others(

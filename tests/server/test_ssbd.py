@@ -8,6 +8,7 @@ import pytest
 import requests
 
 from scripts.client import generate
+from scripts.isolation_server import cross_session_changes
 from scripts.server import Server
 from tests.server.conftest import MODEL
 
@@ -207,12 +208,18 @@ def test_sessions_of_chat_completions_are_apart_by_namespace(sssd_server):
     assert verified() == before + 1
 
 
+def test_what_another_client_wrote_to_a_guessed_session_changes_no_answer(sssd_server, prompts):
+    asked = [p.input_ids for p in prompts[:2]]
+    assert cross_session_changes(sssd_server.base_url, asked) == 0
+
+
 @pytest.mark.parametrize(
     ("ssbd", "message"),
     [
         ({"beta": 2}, "custom_params.ssbd.beta must be a number from 0 to 1"),
         ({"draft": "text"}, "custom_params.ssbd.draft must be a list"),
         ({"sesion": "x"}, "is unknown"),
+        ({"session": "talk-7", "beta": 0.2}, "custom_params.ssbd.beta must be 0 or left out"),
     ],
 )
 def test_wrong_options_get_a_400(ssbd, message, sssd_server, streams):
