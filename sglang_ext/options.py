@@ -62,10 +62,31 @@ class Options:
     )
     namespace_share: float = _option(
         0.5,
-        "of what other namespaces leave of a limit (translation sessions), as much may be one "
-        "namespace's; 1: all",
+        "of what other namespaces leave of a limit (translation sessions, streams), as much may be "
+        "one namespace's; 1: all",
         low=0.01,
         high=1.0,
+    )
+    max_choices: int = _option(
+        128, "answers to one prompt that a request may ask for (n)", low=1, high=65_536
+    )
+    max_answers: int = _option(
+        4096, "answers that one request may ask for, prompts times n", low=1, high=1 << 20
+    )
+    max_logprobs: int = _option(
+        128, "alternatives to a token whose logprobs a request may ask for", low=0, high=1 << 20
+    )
+    max_body_mb: int = _option(
+        64, "longest body of a request that is no form, in MiB", low=1, high=4096
+    )
+    max_streams: int = _option(
+        256,
+        "WebSockets and event streams of translation sessions open at once; --namespace-share "
+        "holds for them too",
+        low=1,
+    )
+    websocket_message_kb: int = _option(
+        1024, "longest message of a WebSocket, in KiB", low=64, high=1 << 20
     )
     prefix_length: int = _option(8, "SSSD: longest matched prefix, P", low=1, high=12)
     branch_length: int = _option(

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from sglang_ext import audio_processor
+from sglang_ext.admission import hooks as admission
 from sglang_ext.options import Options
 
 ALGORITHM = "SSSD"
@@ -17,6 +18,11 @@ LONG_DRAFTERS = frozenset({"specasr", "ssbd"})
 MAX_DRAFT_TOKENS = 64
 # As SGLang's NGRAM: what a verify step of that many trees still pays for.
 MAX_RUNNING_REQUESTS = 48
+# Messages of one WebSocket that uvicorn holds before it stops reading.
+_WEBSOCKET_QUEUE = 4
+
+# Set by api/app.py where uvicorn's workers load it.
+in_http_worker = False
 
 
 def register() -> None:
@@ -35,6 +41,8 @@ def register() -> None:
 
         cpu.register()
     _check_request_options()
+    if multiprocessing.parent_process() is None or in_http_worker:
+        admission.register(_is_ours)
     _open_corpus_endpoints()
     _widen_request_rows()
     audio_processor.register()
@@ -129,6 +137,7 @@ def _check_request_options() -> None:
     """Refuse bad custom_params where a client gets a 400 for it, before the scheduler sees it."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sglang_ext.admission.sampling import check_custom_params
     from sglang_ext.api.namespaces import with_header
     from sglang_ext.drafters import find
     from sglang_ext.requests import RequestOptions
@@ -143,10 +152,9 @@ def _check_request_options() -> None:
         return [made.check for made in classes if hasattr(made, "check")]
 
     def verify(_result: None, params: Any, *_args: Any, **_kwargs: Any) -> None:
-        from sglang.srt.runtime_context import get_spec
-
-        if get_spec().speculative_algorithm != ALGORITHM:
+        if not _is_ours():
             return
+        check_custom_params(params.custom_params)
         params.custom_params = with_header(params.custom_params, options().namespace_header)
         if params.custom_params:
             RequestOptions.parse(params.custom_params, options().loaded_drafters())
@@ -156,6 +164,13 @@ def _check_request_options() -> None:
     HookRegistry.register(
         "sglang.srt.sampling.sampling_params.SamplingParams.verify", verify, HookType.AFTER
     )
+
+
+def _is_ours() -> bool:
+    """Whether this server speculates with our algorithm."""
+    from sglang.srt.runtime_context import get_spec
+
+    return bool(get_spec().speculative_algorithm == ALGORITHM)
 
 
 def _open_corpus_endpoints() -> None:
@@ -202,9 +217,19 @@ def _add_routes() -> None:
         app.extend(served, Options.from_env().namespace_header)
         os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", app.APP_PATH)
 
+    def bounded(*args: Any, **settings: Any) -> tuple[Any, Any]:
+        """Messages are held in memory: their size is bounded, as sent and as inflated."""
+        if not _is_ours():
+            return args, settings
+        settings["ws_max_size"] = Options.from_env().websocket_message_kb << 10
+        settings["ws_max_queue"] = _WEBSOCKET_QUEUE
+        settings["ws_per_message_deflate"] = False
+        return args, settings
+
     HookRegistry.register(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server", extend, HookType.BEFORE
     )
+    HookRegistry.register("uvicorn.config.Config.__init__", bounded, HookType.BEFORE)
 
 
 class _AsNgram:

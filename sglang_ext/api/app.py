@@ -11,6 +11,7 @@ APP_PATH = "sglang_ext.api.app:app"
 
 def extend(app: Any, namespace_header: str) -> Any:
     """Add the routes and the middleware to SGLang's FastAPI application; idempotent."""
+    from sglang_ext.admission.bodies import JsonBodies
     from sglang_ext.api import translations_live
     from sglang_ext.api.namespaces import NamespaceHeader
     from sglang_ext.api.routes import add_routes
@@ -19,10 +20,12 @@ def extend(app: Any, namespace_header: str) -> Any:
     if not getattr(app.state, "sglang_ext", False):
         app.state.sglang_ext = True
         add_routes(app)
-        if "ssbd" in Options.from_env().loaded_drafters():
+        options = Options.from_env()
+        if "ssbd" in options.loaded_drafters():
             translations_live.add_routes(app)
         if namespace_header:
             app.add_middleware(NamespaceHeader, header=namespace_header)
+        app.add_middleware(JsonBodies, max_bytes=options.max_body_mb << 20)
     return app
 
 
@@ -31,6 +34,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     from sglang.srt.plugins import load_plugins
 
+    from sglang_ext import plugin
+
+    plugin.in_http_worker = True
     load_plugins()
     from sglang.srt.entrypoints.http_server import app
 

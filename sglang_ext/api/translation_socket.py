@@ -14,11 +14,11 @@ from sglang_ext.api.uploads import ApiError
 
 GONE = 4404
 """Close code when the session was deleted or has expired."""
-_MOST_UNREAD = 32
+_MOST_UNREAD = 8
 
 
 class SessionSocket:
-    """Messages are answered one after the other; who sends faster is slowed down.
+    """Messages are answered one after the other; who sends faster is slowed down: eight are kept.
 
     Args:
         socket: accepted.
@@ -33,7 +33,8 @@ class SessionSocket:
         self._session = session
         self._use = use
         self._max_bytes = max_bytes
-        self._messages: asyncio.Queue[str | bytes] = asyncio.Queue(_MOST_UNREAD)
+        # What is too long is not kept: None stands for it.
+        self._messages: asyncio.Queue[str | bytes | None] = asyncio.Queue(_MOST_UNREAD)
 
     async def run(self) -> None:
         """Returns when the client goes, which leaves the session open, or the session does."""
@@ -62,7 +63,10 @@ class SessionSocket:
             message = await self._socket.receive()
             if message["type"] == "websocket.disconnect":
                 return
-            await self._messages.put(message.get("text") or message.get("bytes") or "")
+            await self._messages.put(self._bounded(message.get("text") or message.get("bytes")))
+
+    def _bounded(self, text: str | bytes | None) -> str | bytes | None:
+        return text or "" if len(text or "") <= self._max_bytes else None
 
     async def _answer_all(self) -> None:
         while True:
@@ -73,13 +77,13 @@ class SessionSocket:
                 if not self._session.gone.is_set():  # of which run() tells
                     await self._send(error.body())
 
-    def _start(self, text: str | bytes) -> RunningUpdate:
+    def _start(self, text: str | bytes | None) -> RunningUpdate:
         """What a message asks for.
 
         Raises:
             ApiError: it cannot be done.
         """
-        if len(text) > self._max_bytes:
+        if text is None:
             raise too_large(self._max_bytes)
         body = parse_json(text)
         if "finish" not in body:

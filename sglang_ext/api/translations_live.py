@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect, HTTPConnection
 
 from datastores import DEFAULT_NAMESPACE
+from sglang_ext.api.streams import Stream, Streams
 from sglang_ext.api.translation_session import Session
 from sglang_ext.api.translation_sessions import SessionTable
 from sglang_ext.api.translation_settings import (
@@ -90,6 +91,7 @@ class _Routes:
 
     def __init__(self, backend: Callable[[], Backend]):
         self._backend = cache(backend)
+        self._streams = cache(self._new_streams)
 
     async def open(self, request: Request) -> Response:
         """Open a session."""
@@ -149,7 +151,8 @@ class _Routes:
         seen = int(last) if last.isdecimal() and len(last) < 19 else None
         if session.finished and seen == session.state.revision:
             return Response(status_code=204)  # a browser would come back for ever otherwise
-        return StreamingResponse(_updates(session, seen), media_type="text/event-stream")
+        slot = self._streams().enter(session.namespace)
+        return StreamingResponse(_updates(session, seen, slot), media_type="text/event-stream")
 
     async def socket(self, socket: WebSocket) -> None:
         """Updates in, translations out. SGLang checks keys of HTTP requests only."""
@@ -158,12 +161,14 @@ class _Routes:
             _check_key(socket, backend.api_key)
             namespace = self._namespace(socket)
             session = backend.table.get(session_id, namespace)
+            slot = self._streams().enter(namespace)
         except ApiError as error:
             return await _deny(socket, error)
-        await socket.accept()
-        limit = body_limit(backend.options.translation_max_source_chars)
-        use = partial(backend.table.get, session_id, namespace)
-        await SessionSocket(socket, session, use, limit).run()
+        with slot:
+            await socket.accept()
+            limit = body_limit(backend.options.translation_max_source_chars)
+            use = partial(backend.table.get, session_id, namespace)
+            await SessionSocket(socket, session, use, limit).run()
 
     async def no_socket(self, session_id: str) -> Response:
         """A plain GET where a WebSocket belongs, or a server that cannot speak it."""
@@ -172,6 +177,11 @@ class _Routes:
             "websockets",
             426,
         )
+
+    def _new_streams(self) -> Streams:
+        options = self._backend().options
+        share = options.namespace_share if options.namespace_header else 1.0
+        return Streams(options.max_streams, share)
 
     async def _body(self, request: Request) -> dict[str, Any]:
         limit = body_limit(self._backend().options.translation_max_source_chars)
@@ -207,9 +217,9 @@ async def _written(running: RunningUpdate) -> AsyncGenerator[str]:
         running.cancel()
 
 
-async def _updates(session: Session, seen: int | None) -> AsyncGenerator[str]:
+async def _updates(session: Session, seen: int | None, slot: Stream) -> AsyncGenerator[str]:
     """A session's updates as events with their revisions as ids."""
-    with session.listening(seen) as updates:
+    with slot, session.listening(seen) as updates:
         while True:
             try:
                 async with asyncio.timeout(_KEEP_ALIVE_S):

@@ -1,0 +1,138 @@
+"""JSON bodies, read within a limit and looked at before a route does."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from sglang_ext.admission.errors import AdmissionError
+from sglang_ext.admission.sampling import check_depth
+from sglang_ext.api.errors import error_body
+
+# SGLang's own JSON goes through pickle and pydantic, which give up at some hundred levels.
+DEEPEST = 100
+_ARRIVES_S = 120.0
+_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+
+
+class JsonBodies:
+    """ASGI middleware that refuses bodies that no route can use, and answers for routes that fail
+    on one.
+
+    A body is refused if it is longer than `max_bytes` (413), has not come in 120 s (408), or,
+    where it is JSON, if it is no object, is nested deeper than 100, or holds NaN, an infinity or
+    half a surrogate pair (400). Forms go by: their routes read them within limits of their own.
+
+    Args:
+        app: the next ASGI application.
+        max_bytes: of a body.
+    """
+
+    def __init__(self, app: Any, max_bytes: int):
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["method"] not in _METHODS:
+            return await self._app(scope, receive, send)
+        kind = _header(scope, b"content-type", "application/json")
+        if kind.startswith("multipart/"):
+            return await self._app(scope, receive, send)
+        try:
+            async with asyncio.timeout(_ARRIVES_S):
+                body, gone = await self._read(receive)
+        except TimeoutError:
+            message = f"the body did not arrive within {_ARRIVES_S:.0f} s"
+            return await _answer(send, 408, message)
+        if gone:
+            return
+        if body is None:
+            message = (
+                f"the body is longer than the {self._max_bytes >> 20} MiB that this server takes "
+                "(--max-body-mb)"
+            )
+            return await _answer(send, 413, message)
+        try:
+            # SGLang's RequestDecompressionMiddleware comes later.
+            if not _header(scope, b"x-body-compressed", ""):
+                _check(body, is_json="json" in kind)
+        except AdmissionError as error:
+            return await _answer(send, 400, str(error))
+        await self._app(scope, _again(body, receive), send)
+
+    async def _read(self, receive: Any) -> tuple[bytes | None, bool]:
+        """The body, None where it is too long; and whether the client has gone.
+
+        What is too long is taken in to its end, for a client that still sends reads no answer.
+        """
+        parts: list[bytes] = []
+        length, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None, True
+            part, more = message.get("body", b""), message.get("more_body", False)
+            length += len(part)
+            if length > self._max_bytes:
+                parts.clear()
+            else:
+                parts.append(part)
+        return (None if length > self._max_bytes else b"".join(parts)), False
+
+
+def _check(body: bytes, is_json: bool) -> None:
+    """Refuse JSON that is no object or that cannot travel.
+
+    Raises:
+        AdmissionError: it is refused.
+    """
+    if not body.strip():
+        return
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        if is_json:
+            raise AdmissionError(f"the body is not JSON: {error}") from None
+        return  # its route may want another format, and refuses what it cannot read
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
+        raise AdmissionError(f"the body must be a JSON object, not {_named(value)}")
+    check_depth("the body", value, DEEPEST)
+
+
+def _named(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "true or false"}
+    return names.get(type(value), "a number")
+
+
+def _header(scope: Any, name: bytes, default: str) -> str:
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value.decode("latin-1")).strip().lower()
+    return default
+
+
+def _again(body: bytes, receive: Any) -> Any:
+    """A `receive` that gives the body, and then what else the client does."""
+    given = False
+
+    async def again() -> Any:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+async def _answer(send: Any, status: int, message: str) -> None:
+    body = orjson.dumps(error_body(message, status, code=status))
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

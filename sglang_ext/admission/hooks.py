@@ -1,0 +1,75 @@
+"""Where SGLang's HTTP process runs the checks: when it normalizes a request, and as it sends it."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from sglang_ext.admission.errors import AdmissionError, refusing
+from sglang_ext.admission.requests import Limits, RequestCheck
+from sglang_ext.options import Options
+
+_IO = "sglang.srt.managers.io_struct."
+_OPENAI = "sglang.srt.entrypoints.openai."
+# Each turns a body into SGLang's request, and depends on nothing but the body.
+_CONVERSIONS = (
+    "serving_chat.OpenAIServingChat", "serving_completions.OpenAIServingCompletion",
+    "serving_embedding.OpenAIServingEmbedding", "serving_classify.OpenAIServingClassify",
+    "serving_rerank.OpenAIServingRerank", "serving_score.OpenAIServingScore",
+)  # fmt: skip
+
+
+def register(is_ours: Callable[[], bool]) -> None:
+    """Hook the checks into SGLang.
+
+    Args:
+        is_ours: whether this server speculates with our algorithm; others are left as they are.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def normalize(original: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours():
+            return original(request, *args, **kwargs)
+        check = _check()
+        with refusing("its fields do not fit together"):
+            check.before(request)
+            result = original(request, *args, **kwargs)
+            check.after(request)
+        return result
+
+    def tokenized(original: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours():
+            return original(manager, request, *args, **kwargs)
+        with refusing("its parameters do not fit together"):
+            made = original(manager, request, *args, **kwargs)
+        _check().tokenized(made, prompt_is_tokens=made.mm_inputs is None)
+        return made
+
+    def convert(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours():
+            return original(*args, **kwargs)
+        try:
+            with refusing("its messages cannot be rendered"):
+                return original(*args, **kwargs)
+        except UnicodeError as error:
+            raise AdmissionError(f"the request has text without an encoding: {error}") from None
+
+    for name in ("GenerateReqInput", "EmbeddingReqInput"):
+        target = _IO + name + ".normalize_batch_and_arguments"
+        HookRegistry.register(target, normalize, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        tokenized,
+        HookType.AROUND,
+    )
+    for name in _CONVERSIONS:
+        target = _OPENAI + name + "._convert_to_internal_request"
+        HookRegistry.register(target, convert, HookType.AROUND)
+
+
+@cache
+def _check() -> RequestCheck:
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    options, config = Options.from_env(), get_global_state().tokenizer_manager.model_config
+    limits = Limits(options.max_choices, options.max_answers, options.max_logprobs)
+    return RequestCheck(limits, config.vocab_size, config.hidden_size)

@@ -1,0 +1,66 @@
+"""JSON bodies are looked at before a route is."""
+
+import json
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.testclient import TestClient
+
+from sglang_ext.admission.bodies import JsonBodies
+
+
+@pytest.fixture
+def client():
+    app = FastAPI()
+    app.add_middleware(JsonBodies, max_bytes=1 << 20)
+
+    async def echo(request: Request):
+        return {"length": len(await request.body())}
+
+    app.add_api_route("/echo", echo, methods=["POST"])
+    return TestClient(app)
+
+
+def post(client, body, kind="application/json"):
+    return client.post("/echo", content=body, headers={"content-type": kind})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("{", "not JSON"),
+        ('{"a": NaN}', "not JSON"),
+        (r'{"a": "\ud800"}', "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('{"a":' * 101 + "1" + "}" * 101, "nested deeper than 100"),
+        ("[1]", "must be a JSON object, not an array"),
+        ("5", "must be a JSON object, not a number"),
+        ('"x"', "must be a JSON object, not a string"),
+    ],
+)
+def test_what_no_route_can_use_is_a_400(client, body, message):
+    response = post(client, body)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_an_array_is_refused_whatever_it_is_called(client):
+    assert post(client, "[]", "application/x-www-form-urlencoded").status_code == 400
+    assert post(client, "nonsense", "text/plain").status_code == 200
+
+
+@pytest.mark.parametrize("body", ["{}", "null", "", '{"a":' * 99 + "1" + "}" * 99])
+def test_a_body_comes_to_its_route_whole(client, body):
+    response = post(client, body)
+    assert response.json() == {"length": len(body)}
+
+
+def test_a_body_over_the_limit_is_a_413(client):
+    assert post(client, json.dumps({"a": "x" * (1 << 20)})).status_code == 413
+    assert post(client, json.dumps({"a": "x" * ((1 << 20) - 100)})).status_code == 200
+
+
+def test_forms_go_by(client):
+    form = client.post("/echo", files={"file": b"x" * (2 << 20)})
+    assert form.status_code == 200
