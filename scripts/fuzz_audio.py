@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,7 +40,7 @@ from speech.decoders import DecoderPool
 
 QUICK_FILES, QUICK_LIVE = 1000, 50
 MAX_SECONDS = 4 * 3600.0
-_SAMPLING_S = 0.01
+_SAMPLING_S, _SAMPLING_LIVE_S = 0.01, 0.1
 _MIB = 1 << 20
 
 
@@ -66,6 +66,7 @@ def main() -> int:
         live = live_run(options)
         figures |= live.figures()
         figures["5xx"] += live.errors
+        figures["peak_mib"] = max(peak, live.peak_mib)
         figures["crashes"] += live.crashes
         figures["wrong_outputs"] += live.wrong
     report(figures, options.json)
@@ -140,7 +141,7 @@ def decode_files(seed: int, start: int, end: int, pipe: Connection) -> None:
     """Decode files as a server does, and tell how each ended."""
     pool = DecoderPool()
     known = _known(pool)
-    with _Memory() as memory:
+    with _Memory(_held_here) as memory:
         for number in range(start, end):
             ending = outcome(pool, mutant(seed, number)[1])
             last = (number + 1) % 100 == 0 or number + 1 == end
@@ -188,12 +189,23 @@ def _samples(pool: DecoderPool, data: bytes) -> np.ndarray:
         return np.concatenate([np.empty(0, np.float32), *audio.blocks()])
 
 
-class _Memory:
-    """Samples what this process and those that it started hold, above what they held at first."""
+def _held_here() -> int:
+    """Resident bytes of this process and of those that it started."""
+    process = psutil.Process()
+    return sum(each.memory_info().rss for each in (process, *process.children()))
 
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._idle = self._held()
+
+class _Memory:
+    """Samples how many bytes are held, above those that were held at first.
+
+    Args:
+        held: bytes now; psutil.Error: a process has just ended.
+        every: seconds from one sample to the next.
+    """
+
+    def __init__(self, held: Callable[[], int], every: float = _SAMPLING_S) -> None:
+        self._held, self._every = held, every
+        self._idle = held()
         self._most = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -202,16 +214,10 @@ class _Memory:
         """MiB above idle, at the most so far."""
         return self._most / _MIB
 
-    def _held(self) -> int:
-        held = 0
-        for process in (self._process, *self._process.children()):
-            with contextlib.suppress(psutil.Error):
-                held += process.memory_info().rss
-        return held
-
     def _watch(self) -> None:
-        while not self._ended.wait(_SAMPLING_S):
-            self._most = max(self._most, self._held() - self._idle)
+        while not self._ended.wait(self._every):
+            with contextlib.suppress(psutil.Error):
+                self._most = max(self._most, self._held() - self._idle)
 
     def __enter__(self) -> "_Memory":
         self._thread.start()
@@ -225,15 +231,19 @@ class _Memory:
 def live_run(options: argparse.Namespace) -> LiveRun:
     """Send --live files to a server's routes."""
     with contextlib.ExitStack() as stack:
-        url = options.url
-        if not url:
-            url = stack.enter_context(Server(options.model, name="fuzz-audio")).base_url
-        run = LiveRun(url)
+        server = None
+        if not options.url:
+            server = stack.enter_context(Server(options.model, name="fuzz-audio"))
+        run = LiveRun(server.base_url if server else options.url)
+        memory = None
+        if server:  # which has answered by now, so that its decoders are there
+            memory = stack.enter_context(_Memory(server.memory_bytes, _SAMPLING_LIVE_S))
         start = time.perf_counter()
         each = -(-options.live // len(CLASSES))
         for first, kind in enumerate(CLASSES):
             numbers = range(options.offset + first, sys.maxsize, len(CLASSES))
             run.send_class(kind, (mutant(options.seed, n)[1] for n in numbers[:each]))
+            run.peak_mib = memory.most() if memory else 0.0
         print(f"{run.files} files over HTTP in {time.perf_counter() - start:.0f} s")
         return run
 

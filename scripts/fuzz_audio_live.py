@@ -21,6 +21,7 @@ class LiveRun:
         errors: answers from 500.
         crashes: times that the server did not answer.
         wrong: times that a valid file did not give what it gave at first.
+        peak_mib: MiB that the server held at the most, above idle; 0: not measured.
 
     Args:
         url: of the server.
@@ -31,6 +32,7 @@ class LiveRun:
         self._model = requests.get(url + "/v1/models", timeout=TIMEOUT_S).json()["data"][0]["id"]
         self._valid = written("wav", "pcm_s16le", 16_000, "mono", seconds=2.0)
         self.files = self.errors = self.crashes = self.wrong = 0
+        self.peak_mib = 0.0
         self._expected = self._known()
 
     def send_class(self, kind: str, files: Iterable[bytes]) -> None:
@@ -53,7 +55,7 @@ class LiveRun:
 
     def figures(self) -> dict[str, float]:
         """What a report adds."""
-        return {"live_files": self.files}
+        return {"live_files": self.files, "live_peak_mib": self.peak_mib}
 
     def _known(self) -> tuple[Any, ...]:
         transcribed = self._transcribe(self._valid)
