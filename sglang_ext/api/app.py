@@ -12,6 +12,7 @@ APP_PATH = "sglang_ext.api.app:app"
 def extend(app: Any, namespace_header: str) -> Any:
     """Add the routes and the middleware to SGLang's FastAPI application; idempotent."""
     from sglang_ext.admission.bodies import JsonBodies
+    from sglang_ext.admission.ollama import OllamaErrors
     from sglang_ext.api import translations_live
     from sglang_ext.api.namespaces import NamespaceHeader
     from sglang_ext.api.routes import add_routes
@@ -25,6 +26,7 @@ def extend(app: Any, namespace_header: str) -> Any:
             translations_live.add_routes(app)
         if namespace_header:
             app.add_middleware(NamespaceHeader, header=namespace_header)
+        app.add_middleware(OllamaErrors)
         app.add_middleware(JsonBodies, max_bytes=options.max_body_mb << 20)
     return app
 
