@@ -9,7 +9,6 @@ figure is beyond its limit.
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from scripts.figures import parser, report
+from sglang_ext.processes import run as start_and_wait
 
 Figures = Mapping[str, float]
 # Largest (or, where it says so, least) value of each figure.
@@ -159,8 +159,8 @@ def run_part(name: str, quick: bool) -> tuple[str, Figures | None, float]:
         path = Path(folder) / "figures.json"
         command = [sys.executable, "-m", "scripts.check_cuda_path", "--part", name]
         command += ["--json", str(path), *(["--quick"] if quick else [])]
-        done = subprocess.run(command, env=environment(name))
-        found = json.loads(path.read_text()) if done.returncode == 0 else None
+        code = start_and_wait(command, env=environment(name))
+        found = json.loads(path.read_text()) if code == 0 else None
     return name, found, time.monotonic() - start
 
 

@@ -19,6 +19,7 @@ import psutil  # type: ignore[import-untyped]
 import requests
 
 from scripts.server import KV_POOL, ServerError
+from sglang_ext import processes
 from sglang_ext.processes import free_port, kill_group, signal_group
 
 START_TIMEOUT_S = 600
@@ -89,10 +90,9 @@ class Disaggregated:
 
     def __enter__(self) -> "Disaggregated":
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env=self._env,
-            )  # fmt: skip
+            self._process = processes.start(
+                self._command, stdout=log, stderr=subprocess.STDOUT, env=self._env
+            )
         try:
             self._wait()
         except BaseException:

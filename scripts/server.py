@@ -56,11 +56,12 @@ class Server:
     def start(self) -> "Server":
         """Start without waiting; see `wait`."""
         with self.log.open("wb") as log:
-            # A session of its own, so that stop() reaches SGLang's subprocesses and only them.
-            self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            self._process = processes.start(
+                self._command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            )  # fmt: skip
+            )
         return self
 
     def wait(self, timeout_s: float = START_TIMEOUT_S) -> "Server":
@@ -85,6 +86,12 @@ class Server:
     def exit_code(self) -> int | None:
         """The process's exit code, None while it runs."""
         return None if self._process is None else self._process.poll()
+
+    @property
+    def pid(self) -> int:
+        """Of its first process."""
+        assert self._process is not None, f"{self.name} is not running"
+        return self._process.pid
 
     def cpu_seconds(self) -> float:
         """CPU time that its processes have used so far."""

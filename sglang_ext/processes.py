@@ -6,13 +6,60 @@ import random
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
 
 import psutil  # type: ignore[import-untyped]
 
 _GRACE_S = 10.0
 # Below those of outgoing connections (Linux: 32768 up) and those that SGLang chooses (22000 up).
 _PORTS = 10_000, 20_000
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+
+
+def start(
+    command: Sequence[str],
+    *,
+    stdin: int | IO[bytes] | None = subprocess.DEVNULL,
+    stdout: int | IO[bytes] | None = None,
+    stderr: int | IO[bytes] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> "subprocess.Popen[bytes]":
+    """Start a program in a session of its own, to be stopped with `stop_group`.
+
+    It ends, with all that it started, also when this process ends without stopping it, by
+    whatever: an exception, a signal, kill -9. The process returned is its supervisor
+    (supervisor.py), which ends as the program does; the program is its child.
+
+    Raises:
+        OSError: no process can be started. A program that is not there ends with exit code 127.
+    """
+    supervisor = [sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), str(_GRACE_S)]
+    return subprocess.Popen(
+        [*supervisor, *command],
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        env=env,
+        start_new_session=True,
+    )
+
+
+def run(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float | None = None
+) -> int:
+    """`start`, wait, and return the exit code; what it left is ended.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than `timeout` seconds.
+    """
+    process = start(command, env=env)
+    try:
+        return process.wait(timeout)
+    finally:
+        stop_group(process)
 
 
 def stop_group(process: "subprocess.Popen[bytes]") -> None:

@@ -12,7 +12,7 @@ from typing import IO
 
 import httpx
 
-from sglang_ext.processes import free_port, stop_group
+from sglang_ext.processes import free_port, start, stop_group
 
 _START_TIMEOUT_S = 900.0
 _POLL_S = 0.5
@@ -43,12 +43,8 @@ def started(
         # SGLang leaves its sockets behind.
         tempfile.TemporaryDirectory(prefix="sglang-ext-", ignore_cleanup_errors=True) as folder,
     ):
-        # A session of its own, so that all of SGLang's processes can be stopped, and only they,
-        # and that Ctrl-C does not reach them before this process has finished with them.
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            env=os.environ | {"TMPDIR": folder},
-        )  # fmt: skip
+        # In its session Ctrl-C does not reach it before this process has finished with it.
+        process = start(command, stdout=log, stderr=log, env=os.environ | {"TMPDIR": folder})
         try:
             print(f"starting a server with {model} ...", file=sys.stderr)
             yield StartedServer(model, f"http://127.0.0.1:{port}", process, log)

@@ -1,13 +1,13 @@
 """The kit's figures for scripts/check_cuda_path.py: what is carried, and the dry run's phases."""
 
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from scripts.gpu_kit.lines import NAME, PASSED
 from scripts.gpu_kit.schedule import SECONDS
+from sglang_ext.processes import run
 
 # Far more than it takes on two quiet cores, for machines that others use too.
 MINUTES, QUICK_MINUTES = 20, 8
@@ -46,4 +46,4 @@ def kit_figures(quick: bool) -> dict[str, float]:
 
 def _kit(*arguments: str, timeout: float) -> None:
     """The kit's exit code is not looked at: what failed is in its lines."""
-    subprocess.run([sys.executable, "-m", "scripts.gpu_kit", *arguments], timeout=timeout)
+    run([sys.executable, "-m", "scripts.gpu_kit", *arguments], timeout=timeout)

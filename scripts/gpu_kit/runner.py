@@ -10,7 +10,7 @@ from pathlib import Path
 from scripts.gpu_kit.kit import Kit
 from scripts.gpu_kit.lines import FAILED, FAILED_CASES, KIT_VARIABLE, NOT_RUN, PASSED, TIMEOUT
 from scripts.gpu_kit.schedule import LEAST_S, allowance
-from sglang_ext.processes import kill_group
+from sglang_ext.processes import kill_group, start
 
 # phase -> its parts, in order: PARTS of phases/PHASE.py, known without importing it.
 PARTS = {
@@ -86,12 +86,13 @@ class _Started:
         self.log = Path(kit.out) / f"{phase}-{part}.log"
         self._seconds = 0.0
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
+            self._process = start(
                 [sys.executable, "-m", "scripts.gpu_kit.part", phase, part],
-                stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
                 env=os.environ | {KIT_VARIABLE: kit.as_json(), "PYTHONUNBUFFERED": "1"},
-            )  # fmt: skip
+            )
 
     def go(self, seconds: float) -> None:
         """Let it work for so long."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_ext.processes import signal_group, stop_group
+from sglang_ext.processes import signal_group, start, stop_group
 from sglang_ext.started_server import is_ready
 
 START_TIMEOUT_S = 900.0
@@ -49,12 +49,13 @@ class Member:
         self.log = folder / f"{self.name.replace(' ', '-')}.log"
         env = {k: v for k, v in os.environ.items() if k not in self.without}
         with self.log.open("ab") as log:
-            # A session of its own: SGLang's subprocesses can be stopped with it, and Ctrl-C does
-            # not reach it before the others are told.
-            self.process = subprocess.Popen(
-                list(self.command), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, env=env | {"PYTHONUNBUFFERED": "1"} | dict(self.env),
-            )  # fmt: skip
+            # In its session Ctrl-C does not reach it before the others are told.
+            self.process = start(
+                self.command,
+                stdout=log,
+                stderr=log,
+                env=env | {"PYTHONUNBUFFERED": "1"} | dict(self.env),
+            )
         self.ready = False
 
     def ended(self) -> int | None:

@@ -5,7 +5,6 @@ import importlib
 import io
 import json
 import lzma
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -26,6 +25,7 @@ from scripts.gpu_kit.planted import with_wrong_tokens
 from scripts.gpu_kit.probe import compress_trace
 from scripts.gpu_kit.ties import first_difference, judge, ulp
 from scripts.gpu_kit.unpack import unpack
+from sglang_ext import processes
 
 TINY = SHAPES["tiny"]
 
@@ -105,13 +105,12 @@ def test_what_failed_in_an_earlier_run_does_not_fail_this_one(tmp_path):
 
 def fake_parts(monkeypatch, source: str) -> None:
     """Parts whose processes run `source` instead, a program with `phase`, `name` and `seconds`."""
-    real = subprocess.Popen
 
     def start(command, **kwargs):
         head = f"import sys; phase, name = {command[-2:]!r}; seconds = sys.stdin.readline()\n"
-        return real([sys.executable, "-c", head + source], **kwargs)
+        return processes.start([sys.executable, "-c", head + source], **kwargs)
 
-    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(runner, "start", start)
 
 
 def test_a_part_that_hangs_is_killed_and_the_next_phase_runs(tmp_path, monkeypatch):
