@@ -40,7 +40,8 @@ class LiveCollection:
     """Segments by namespace, oldest first, that grow by add(). Thread-safe.
 
     on_change is called, in whichever thread, after `segments` was replaced. max_tokens: beyond
-    them the oldest segments are dropped; None: whoever adds sees to the size.
+    them the oldest segments of the largest namespace are dropped; None: whoever adds sees to the
+    size.
     """
 
     def __init__(
@@ -182,18 +183,18 @@ class LiveCollection:
             raise DatastoreError(f"the datastore's background thread failed: {self._failure!r}")
 
     def _publish(self, namespace: str, segments: tuple[Segment, ...]) -> None:
-        """Replaces what is searchable, dropping the oldest segments beyond max_tokens."""
+        """Replaces what is searchable, dropping segments beyond max_tokens.
+
+        The oldest ones of the namespace that has the most: so none pushes out a smaller one's.
+        """
         everything = {**self.segments, namespace: segments}
         if self._max_tokens is not None:
             total = sum(map(_total_tokens, everything.values()))
             while total > self._max_tokens:
-                oldest = min(
-                    (n for n in everything if everything[n]),
-                    key=lambda n: int(everything[n][0].documents["number"][0]),
-                )
-                total -= everything[oldest][0].num_tokens
-                self._evicted_tokens += everything[oldest][0].num_tokens
-                everything[oldest] = everything[oldest][1:]
+                largest = max(everything, key=lambda n: _total_tokens(everything[n]))
+                total -= everything[largest][0].num_tokens
+                self._evicted_tokens += everything[largest][0].num_tokens
+                everything[largest] = everything[largest][1:]
         self.segments = {name: kept for name, kept in everything.items() if kept}
         self._on_change()
 
