@@ -27,7 +27,7 @@ def register(is_ours: Callable[[], bool]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def normalize(original: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_ours():
+        if not is_ours() or not _serves():
             return original(request, *args, **kwargs)
         check = _check()
         with refusing("its fields do not fit together"):
@@ -37,7 +37,7 @@ def register(is_ours: Callable[[], bool]) -> None:
         return result
 
     def tokenized(original: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_ours():
+        if not is_ours() or not _serves():
             return original(manager, request, *args, **kwargs)
         with refusing("its parameters do not fit together"):
             made = original(manager, request, *args, **kwargs)
@@ -64,6 +64,13 @@ def register(is_ours: Callable[[], bool]) -> None:
     for name in _CONVERSIONS:
         target = _OPENAI + name + "._convert_to_internal_request"
         HookRegistry.register(target, convert, HookType.AROUND)
+
+
+def _serves() -> bool:
+    """Whether requests come from clients; those of `sglang.Engine` are its own program's."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    return get_global_state() is not None
 
 
 @cache
