@@ -1,8 +1,8 @@
 """Bounds on regular expressions and grammars, whose cost their length does not show."""
 
 import re
-import re._constants as sre
-import re._parser as sre_parse
+import re._constants as sre  # type: ignore[import-not-found]
+import re._parser as sre_parse  # type: ignore[import-not-found]
 from typing import Any
 
 from sglang_ext.admission.errors import AdmissionError

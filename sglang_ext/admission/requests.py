@@ -227,7 +227,8 @@ def _types(kind: type) -> dict[str, Any]:
 
 def _check_types(struct: Any) -> None:
     """Refuse values that are not of their field's type, which SGLang's pickles do not look at."""
-    for name, kind in _types(type(struct)).items():
+    of: Any = type(struct)
+    for name, kind in _types(of).items():
         value = getattr(struct, name)
         if isinstance(value, msgspec.Struct):
             _check_types(value)

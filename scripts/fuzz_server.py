@@ -1,0 +1,222 @@
+"""Requests that are wrong in every way, against a running server: each gets an answer, none a 500.
+
+Blocks of 50 requests of one class (scripts/fuzz_grammar.py) are sent, eight at a time; after each
+block a valid request must give the tokens that it gave at first. With the seed a request's number
+makes the request: --offset goes on where a run was ended, and `--offset N --requests 1` sends one
+again. What fails is printed, and goes to --failures as a line of JSON.
+
+Memory is that of all of the server's processes (PSS), at the end against after the first 500
+requests, when pools and caches have filled. A server that is started here is started again after it
+died.
+
+    python -m scripts.fuzz_server [--requests 10000] [--seed 0] [--offset 0] [--url URL] [--pid PID]
+        [--failures FILE] [--quick]
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import requests
+
+from scripts.figures import parser, report
+from scripts.fuzz_client import FuzzClient
+from scripts.fuzz_grammar import FuzzRequest, block, classes, shortened
+from scripts.server import Server
+from sglang_ext import processes
+
+BLOCK = 50
+WARM_UP = 500
+QUICK_REQUESTS = 1200
+_PARALLEL = 8
+_MIB = 1 << 20
+_MODEL = "smollm2-135m-instruct"
+# A short context and few answers at once: what a request may cost here is small.
+FLAGS = [
+    "--speculative-algorithm", "SSSD", "--budget", "fixed", "--drafters", "random,ssbd",
+    "--context-length", "256", "--max-choices", "16", "--max-answers", "32",
+    "--chunked-prefill-size", "128",
+]  # fmt: skip
+
+
+def main() -> int:
+    made = parser(__doc__, model=False)
+    made.add_argument("--requests", type=int, default=10_000, help="[%(default)s]")
+    made.add_argument("--seed", type=int, default=0, help="of all requests [%(default)s]")
+    made.add_argument("--offset", type=int, default=0, help="number of the first [%(default)s]")
+    made.add_argument("--url", help="a running server, else one is started")
+    made.add_argument("--pid", type=int, help="of that server, whose processes are watched")
+    made.add_argument("--failures", type=Path, help="file of what failed, a line of JSON each")
+    options = made.parse_args()
+    if options.quick:
+        options.requests = min(options.requests, QUICK_REQUESTS)
+    if options.requests < 1 or options.offset < 0:
+        made.error("--requests must be at least 1, --offset at least 0")
+    if options.url:
+        run = FuzzRun(options.url, options.pid, options.seed, options.failures)
+        run.send(options.offset, options.requests)
+    else:
+        run = _own_server(options)
+    figures = run.figures()
+    report(figures, options.json)
+    return 0 if run.is_good() else 1
+
+
+def _own_server(options: argparse.Namespace) -> "FuzzRun":
+    server = Server(_MODEL, FLAGS, name="fuzz")
+    print(f"the server's log: {server.log}")
+    with server:
+        run = FuzzRun(server.base_url, server.pid, options.seed, options.failures)
+        end = options.offset + options.requests
+        number = run.send(options.offset, options.requests)
+        while number < end:
+            print(server.log_tail(40))
+            server.stop()
+            server.start().wait()
+            run.restarted(server.pid)
+            number = run.send(number, end - number)
+    return run
+
+
+class FuzzRun:
+    """Sends numbered requests and counts what came of them.
+
+    Args:
+        url: of a server with a SmolLM2 and the drafter ssbd.
+        pid: of its first process; None: its processes are not watched.
+        seed: of all requests.
+        failures: file that what fails is added to.
+        most_tokens: longest output that is asked for; 0: what the grammar says.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        pid: int | None,
+        seed: int,
+        failures: Path | None = None,
+        most_tokens: int = 0,
+    ):
+        self._client = FuzzClient(url)
+        self._seed = seed
+        self._failures = failures
+        self._most_tokens = most_tokens
+        models = requests.get(url + "/v1/models", timeout=60).json()
+        self._classes = classes(models["data"][0]["id"])
+        self._counts: Counter[str] = Counter()
+        self._statuses: Counter[str] = Counter()
+        self._expected = self._client.known()
+        self._pid: int | None = None
+        self._memory: list[float] = []
+        self.restarted(pid)
+
+    def restarted(self, pid: int | None) -> None:
+        """The server has started (again)."""
+        self._pid = pid
+        self._schedulers = _schedulers(pid)
+        self._memory.clear()
+
+    def send(self, first: int, count: int) -> int:
+        """Send the requests of these numbers.
+
+        Returns:
+            the number after the last one that was sent: the server may have died.
+        """
+        number, end, start = first, first + count, time.monotonic()
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            while number < end:
+                at, skipped = divmod(number, BLOCK)
+                kind = list(self._classes)[at % len(self._classes)]
+                made = block(self._classes[kind], self._seed * 1_000_003 + at, BLOCK)
+                part = [
+                    shortened(request, self._most_tokens) if self._most_tokens else request
+                    for request in made[skipped : skipped + end - number]
+                ]
+                self._send_block(pool, number, part)
+                number += len(part)
+                seconds = time.monotonic() - start
+                sound = self._is_sound(kind, number)
+                memory = f"{self._memory[-1]:.0f} MiB" if self._memory else ""
+                print(f"{number}, {kind}, {seconds:.0f} s, {memory} {dict(self._counts)}")
+                if not sound:
+                    break
+        return number
+
+    def figures(self) -> dict[str, float]:
+        """The run's figures."""
+        sent = self._counts["requests"]
+        return {
+            "requests": sent,
+            "unanswered": self._counts["unanswered"],
+            "scheduler_deaths": self._counts["deaths"],
+            "server_errors_5xx": self._counts["5xx"],
+            "wrong_outputs": self._counts["wrong"],
+            "accepted": self._statuses["200"],
+            "refused": self._statuses["400"],
+            "memory_growth_mib": round(self._growth(), 1),
+        }
+
+    def is_good(self) -> bool:
+        """Whether nothing failed."""
+        return not any(self._counts[name] for name in ("unanswered", "deaths", "5xx", "wrong"))
+
+    def _send_block(
+        self, pool: ThreadPoolExecutor, first: int, part: Sequence[FuzzRequest]
+    ) -> None:
+        for number, (request, outcome) in enumerate(
+            zip(part, pool.map(self._client.send, part), strict=True), first
+        ):
+            self._counts["requests"] += 1
+            self._statuses[outcome.split()[-1]] += 1
+            if outcome.is_good:
+                continue
+            self._counts[outcome.split()[0]] += 1
+            line = json.dumps({**request.record(number), "outcome": outcome})
+            print(f"--seed {self._seed} --offset {number}: {outcome}\n    {line[:600]}")
+            if self._failures is not None:
+                with self._failures.open("a") as file:
+                    file.write(line + "\n")
+
+    def _is_sound(self, kind: str, number: int) -> bool:
+        """Whether the server lives and still answers as at first."""
+        if self._schedulers != _schedulers(self._pid) or not self._client.alive():
+            self._counts["deaths"] += 1
+            print(f"the server or its scheduler died among the {BLOCK} requests up to {number}")
+            return False
+        try:
+            wrong = self._client.known() != self._expected
+        except requests.RequestException as error:
+            print(f"no answer to a valid request: {error}")
+            wrong = True
+        if wrong:
+            self._counts["wrong"] += 1
+            print(f"after {kind}, {number}: a valid request does not give what it gave at first")
+        if self._pid is not None:
+            self._memory.append(processes.memory_bytes(self._pid) / _MIB)
+        return True
+
+    def _growth(self) -> float:
+        warm = self._memory[WARM_UP // BLOCK - 1 :] or self._memory
+        return warm[-1] - warm[0] if warm else 0.0
+
+
+def _schedulers(pid: int | None) -> set[int]:
+    """Process ids of the server that must not change: decoders of audio may."""
+    if pid is None:
+        return set()
+    try:
+        process = psutil.Process(pid)
+        named = {p.pid for p in process.children(recursive=True) if p.name().startswith("sglang::")}
+    except psutil.Error:
+        return set()
+    return named | {pid}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
