@@ -41,7 +41,7 @@ _WEIGHTS = {
 def downmix_weights(channels: Sequence[str]) -> np.ndarray:
     """float32[channels] that sum to 1: what of each channel goes into mono.
 
-    ITU-R BS.775-4, annex 4, table 2, mono: centre 1, left and right 0.7071, surrounds 0.5, no
+    ITU-R BS.775-4, downward mixing to 1/0 (mono): centre 1, left and right 0.7071, surrounds 0.5, no
     low-frequency effects. Front channels that it does not list count as left and right, all
     others as surrounds. Their sum is brought to 1, so that nothing clips and stereo is the mean of
     its channels.
