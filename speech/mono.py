@@ -41,8 +41,8 @@ _WEIGHTS = {
 def downmix_weights(channels: Sequence[str]) -> np.ndarray:
     """float32[channels] that sum to 1: what of each channel goes into mono.
 
-    ITU-R BS.775-4, downward mixing to 1/0 (mono): centre 1, left and right 0.7071, surrounds 0.5, no
-    low-frequency effects. Front channels that it does not list count as left and right, all
+    ITU-R BS.775-4, downward mixing to mono (1/0): centre 1, left and right 0.7071, surrounds 0.5,
+    no low-frequency effects. Front channels that it does not list count as left and right, all
     others as surrounds. Their sum is brought to 1, so that nothing clips and stereo is the mean of
     its channels.
 
