@@ -6,7 +6,7 @@ is in but not of those it calls into: after editing one, delete __pycache__/*.nb
 
 from .bigrams import Bigrams
 from .builder import CorpusBuilder
-from .config import DatastoreError, RetrievalConfig
+from .config import DatastoreError, DeletionPending, RetrievalConfig
 from .datastore import DEFAULT_NAMESPACE, Datastore, DatastoreInfo
 from .input_trie import InputTrie
 from .maintenance import check_folder, merge_folders, verify_folder
@@ -21,6 +21,7 @@ __all__ = [
     "Datastore",
     "DatastoreError",
     "DatastoreInfo",
+    "DeletionPending",
     "Draft",
     "InputTrie",
     "RetrievalConfig",

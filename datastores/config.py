@@ -16,6 +16,10 @@ class DatastoreError(Exception):
     """Something given to the datastore is unusable; the message is one line for a person."""
 
 
+class DeletionPending(DatastoreError):
+    """Searches find it no more, but a file still has it; it is tried again until none has."""
+
+
 class DatastoreInUse(DatastoreError):
     """Another process writes to the folder."""
 

@@ -2,14 +2,15 @@
 
     offset  content (little-endian)
     0       magic b"TOKSTORE"
-    8       u32 version (2), u32 header bytes H, u32 CRC-32 of the header
-    20      header: JSON in ASCII, padded with spaces so that 20 + H is a multiple of 4096
-    20 + H  sections, in the header's order, each padded with zeros to a multiple of 4096
+    8       u32 version (3), u32 header bytes H, u32 CRC-32 of the header
+    20      header: JSON in ASCII, padded with spaces so that 20 + H is a multiple of 16
+    20 + H  sections, in the header's order, each padded with zeros to a multiple of 16
 
 header: {"vocab_size", "tokenizer_fingerprint", "file_size", "segments": [{"owner", "tokens":
 section, "suffixes": section, "landmarks": section, "documents": section}]}; section: {"offset"
 from 20 + H, "count" of elements, "crc32" with padding}. Elements: segment.py, Segment. tokens are
-uint16 if vocab_size < 65536, else uint32.
+uint16 if vocab_size < 65536, else uint32. Version 2, which is read too, has multiples of 4096
+instead of 16: 16 KiB for each segment.
 """
 
 import json
@@ -21,14 +22,17 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from .config import DatastoreError
-from .files import replace_file
-from .segment import DOCUMENT_DTYPE, Segment
+from .files import open_file, replace_file
+from .manifest import MAX_VOCAB_SIZE, is_name, is_text, is_whole
+from .segment import DOCUMENT_DTYPE, NUMBER_LIMIT, Segment
 from .suffix_array import LANDMARK_EVERY, token_dtype
 
 MAGIC = b"TOKSTORE"
-VERSION = 2
+VERSION = 3
 _PREAMBLE = struct.Struct("<8sIII")
-_ALIGNMENT = 4096
+_ALIGNMENT = {2: 4096, 3: 16}
+_MAX_FILE_BYTES = 1 << 60
+_MAX_ELEMENTS = 1 << 31
 _SECTIONS = ("tokens", "suffixes", "landmarks", "documents")
 
 
@@ -62,7 +66,7 @@ def _write(file: BinaryIO, content: Container) -> None:
     header = {
         "vocab_size": content.vocab_size,
         "tokenizer_fingerprint": content.tokenizer_fingerprint,
-        "file_size": 1 << 60,  # the widest value, so that the real one fits
+        "file_size": _MAX_FILE_BYTES,  # the widest value, so that the real one fits
         "segments": entries,
     }
     length = len(json.dumps(header)) + _PREAMBLE.size
@@ -83,14 +87,15 @@ def read_container(
 ) -> Container:
     """Maps a file into memory and checks all of it; DatastoreError says what is wrong."""
     try:
-        raw = np.memmap(path, np.uint8, "r")
+        with open_file(path) as file:
+            raw = np.memmap(file, np.uint8, "r")
     except FileNotFoundError:
         raise DatastoreError(f"there is no sub-index file {path}") from None
     except OSError as error:
         raise DatastoreError(f"cannot read sub-index {path}: {error.strerror or error}") from None
     except ValueError:  # an empty file cannot be mapped
         raise DatastoreError(f"sub-index {path} is truncated: the file is empty") from None
-    header, start = _read_header(path, raw)
+    header, start, alignment = _read_header(path, raw)
     stored, fingerprint = header["vocab_size"], header["tokenizer_fingerprint"]
     if vocab_size is not None and stored != vocab_size:
         raise DatastoreError(
@@ -108,43 +113,59 @@ def read_container(
             f"{header['file_size']}"
         )
     segments = [
-        (entry["owner"], _read_segment(f"sub-index {path}, segment {i}", raw, start, entry, stored))
+        (
+            entry["owner"],
+            _read_segment(f"sub-index {path}, segment {i}", raw[start:], entry, stored, alignment),
+        )
         for i, entry in enumerate(header["segments"])
     ]
     return Container(stored, fingerprint, tuple(segments))
 
 
 def _read_segment(
-    where: str, raw: np.ndarray, start: int, entry: dict[str, Any], vocab_size: int
+    where: str, raw: np.ndarray, entry: dict[str, Any], vocab_size: int, alignment: int
 ) -> Segment:
     dtypes = (token_dtype(vocab_size), np.int32, np.uint64, DOCUMENT_DTYPE)
     tokens, suffixes, landmarks, documents = (
-        _section(f"{where} {name}", raw, start, entry[name], np.dtype(dtype))
+        _section(f"{where} {name}", raw, entry[name], np.dtype(dtype), alignment)
         for name, dtype in zip(_SECTIONS, dtypes, strict=True)
     )
     # Compiled searches trust these sizes, so no file may bring others.
     if (
-        tokens.size == 0
-        or tokens[-1] != vocab_size
-        or int(tokens.max()) > vocab_size
+        suffixes.size == 0
+        or documents.size == 0
         or suffixes.size + documents.size != tokens.size
         or landmarks.size != -(-suffixes.size // LANDMARK_EVERY)
-        or (suffixes.size and not 0 <= int(suffixes.min()) <= int(suffixes.max()) < tokens.size)
-        or int(documents["start"].max()) >= tokens.size
+        or int(tokens.max()) > vocab_size
+        or not 0 <= int(suffixes.min()) <= int(suffixes.max()) < tokens.size
+        or int(documents["number"].max()) >= NUMBER_LIMIT
+        or not _separates(tokens, documents["start"], vocab_size)
     ):
         raise DatastoreError(f"{where} is inconsistent: the file was not written by a datastore")
     return Segment(tokens, suffixes, landmarks, documents)
 
 
-def _read_header(path: str, raw: np.ndarray) -> tuple[dict[str, Any], int]:
+def _separates(tokens: np.ndarray, starts: np.ndarray, separator: int) -> bool:
+    """Whether each document begins where the separator of the one before it ends."""
+    ends = np.flatnonzero(tokens == separator)
+    return (
+        ends.size == starts.size
+        and int(ends[-1]) == tokens.size - 1
+        and int(starts[0]) == 0
+        and np.array_equal(ends[:-1] + 1, starts[1:])
+    )
+
+
+def _read_header(path: str, raw: np.ndarray) -> tuple[dict[str, Any], int, int]:
+    """(the header, with every field checked; the offset behind it; the alignment)."""
     if raw.size < _PREAMBLE.size:
         raise DatastoreError(f"sub-index {path} is truncated: {raw.size} bytes")
     magic, version, size, checksum = _PREAMBLE.unpack(raw[: _PREAMBLE.size].tobytes())
     if magic != MAGIC:
         raise DatastoreError(f"{path} is not a sub-index: it does not begin with {MAGIC!r}")
-    if version != VERSION:
+    if version not in _ALIGNMENT:
         raise DatastoreError(
-            f"sub-index {path} has format version {version}; this program reads {VERSION}"
+            f"sub-index {path} has format version {version}; this program reads 2 and {VERSION}"
         )
     start = _PREAMBLE.size + size
     if raw.size < start:
@@ -152,16 +173,58 @@ def _read_header(path: str, raw: np.ndarray) -> tuple[dict[str, Any], int]:
     encoded = raw[_PREAMBLE.size : start].tobytes()
     if zlib.crc32(encoded) != checksum:
         raise DatastoreError(f"sub-index {path} is damaged: its header's checksum is wrong")
-    return json.loads(encoded), start
+    try:
+        header = json.loads(encoded)
+    except (ValueError, RecursionError):
+        header = None
+    problem = _header_problem(header)
+    if problem is not None:
+        raise DatastoreError(f"sub-index {path} is not one that a datastore writes: {problem}")
+    return header, start, _ALIGNMENT[version]
+
+
+def _header_problem(header: object) -> str | None:
+    """The first field that is not as _write() makes it; None: all are."""
+    fields = {"vocab_size", "tokenizer_fingerprint", "file_size", "segments"}
+    if not isinstance(header, dict) or header.keys() != fields:
+        return "its header must have " + ", ".join(sorted(fields))
+    if not is_whole(header["vocab_size"], 1, MAX_VOCAB_SIZE):
+        return f"vocab_size must be a whole number of 1 to {MAX_VOCAB_SIZE}"
+    if not is_text(header["tokenizer_fingerprint"]):
+        return "tokenizer_fingerprint must be a text"
+    if not is_whole(header["file_size"], 0, _MAX_FILE_BYTES):
+        return "file_size must be a whole number"
+    if not isinstance(header["segments"], list) or not header["segments"]:
+        return "segments must be a list, and not empty"
+    for i, entry in enumerate(header["segments"]):
+        if not isinstance(entry, dict) or entry.keys() != {"owner", *_SECTIONS}:
+            return f"segments[{i}] must have owner, " + ", ".join(_SECTIONS)
+        if not is_name(entry["owner"]):
+            return f"segments[{i}].owner must be a name"
+        if not all(_is_section(entry[name]) for name in _SECTIONS):
+            return f"segments[{i}] must have an offset, count and crc32 for each section"
+    return None
+
+
+def _is_section(section: object) -> bool:
+    return (
+        isinstance(section, dict)
+        and section.keys() == {"offset", "count", "crc32"}
+        and is_whole(section["offset"], 0, _MAX_FILE_BYTES)
+        and is_whole(section["count"], 1, _MAX_ELEMENTS)
+        and is_whole(section["crc32"], 0, (1 << 32) - 1)
+    )
 
 
 def _section(
-    where: str, raw: np.ndarray, start: int, entry: dict[str, int], dtype: np.dtype
+    where: str, raw: np.ndarray, entry: dict[str, int], dtype: np.dtype, alignment: int
 ) -> np.ndarray:
-    first = start + entry["offset"]
+    first = entry["offset"]
     nbytes = entry["count"] * dtype.itemsize
-    padded = raw[first : first + nbytes + _padding(nbytes)]
-    if padded.size != nbytes + _padding(nbytes) or zlib.crc32(padded.data) != entry["crc32"]:
+    if first % alignment:  # compiled searches read whole words
+        raise DatastoreError(f"{where} must begin at a multiple of {alignment}")
+    padded = raw[first : first + nbytes + -nbytes % alignment]
+    if padded.size != nbytes + -nbytes % alignment or zlib.crc32(padded.data) != entry["crc32"]:
         raise DatastoreError(f"{where} are damaged: the checksum is wrong")
     # As plain arrays: they keep the mapping alive, and compiled code takes their addresses.
     return np.asarray(padded[:nbytes]).view(dtype)
@@ -172,4 +235,4 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 
 def _padding(size: int) -> int:
-    return -size % _ALIGNMENT
+    return -size % _ALIGNMENT[VERSION]

@@ -19,14 +19,19 @@ from .following import FollowingCollection
 from .input_trie import as_token_ids
 from .live import MAX_SEGMENT_TOKENS, SEGMENTS_PER_COLLECTION
 from .logs import LogOptions
-from .manifest import FileEntry, manifest_stamp
+from .manifest import MAX_VOCAB_SIZE, FileEntry, is_name, manifest_stamp
 from .memory import MemoryCollection
-from .segment import Document, Segment, Snapshot, build_segments, document_digest
+from .segment import (
+    MAX_NAME_BYTES,
+    Document,
+    Segment,
+    Snapshot,
+    build_segments,
+    document_digest,
+)
 
 logger = logging.getLogger(__name__)
 
-MAX_VOCAB_SIZE = 1 << 30
-MAX_NAME_BYTES = 512
 DEFAULT_NAMESPACE = "default"
 MEMORY_TOKENS = 1 << 23
 DISK_TOKENS = SEGMENTS_PER_COLLECTION * MAX_SEGMENT_TOKENS
@@ -74,6 +79,12 @@ class DatastoreInfo:
     """Dropped, oldest first, to stay within max_tokens."""
     problems: tuple[str, ...]
     """Sub-index files that are left out, and why."""
+    pending_deletions: int = 0
+    """Deletions that searches follow already, and some file does not yet."""
+    background_failures: int = 0
+    """Attempts to write files that failed; each is made again."""
+    background_error: str | None = None
+    """What the last one failed with; None: it did not."""
 
 
 class Datastore:
@@ -235,15 +246,18 @@ class Datastore:
     def delete_namespace(self, namespace: str) -> int:
         """Removes a namespace's documents from memory and disk; returns how many tokens.
 
-        Raises DatastoreError if a file cannot be rewritten; searches find nothing all the same,
-        and it is tried again until it can, also after a restart.
+        Raises DeletionPending if a file cannot be rewritten, or not within 50 seconds; searches
+        find nothing all the same, and it is tried again until it can, also after a restart.
         """
         check_name("namespace", namespace)
         return self._live.delete(namespace, None)
 
     def delete_document(self, name: str, namespace: str | None = None) -> int:
         """Removes what was added under a name, in one namespace or all; as delete_namespace()."""
-        check_name("name", name)
+        if not isinstance(name, str) or not name:
+            raise DatastoreError(f"name must be a text, and not empty, got {str(name)[:80]!r}")
+        if namespace is not None:
+            check_name("namespace", namespace)
         return self._live.delete(namespace, document_digest(name))
 
     def namespaces(self) -> dict[str, int]:
@@ -383,6 +397,9 @@ class Datastore:
             dropped_documents=self._dropped,
             evicted_tokens=int(counters["evicted_tokens"]),
             problems=() if folder is None else tuple(folder.problems),
+            pending_deletions=int(counters.get("pending_deletions", 0)),
+            background_failures=int(counters.get("background_failures", 0)),
+            background_error=getattr(self._live, "background_error", None),
         )
 
     @property
@@ -458,9 +475,10 @@ def _open_shared(path: str, *, read_only: bool, **options: Any) -> Folder:
 
 def check_name(what: str, name: str) -> None:
     """DatastoreError unless it can be the name of a namespace, a document or a corpus."""
-    if not isinstance(name, str) or not 0 < len(name.encode()) <= MAX_NAME_BYTES:
+    if not is_name(name) or "\0" in name:
         raise DatastoreError(
-            f"{what} must be a text of 1 to {MAX_NAME_BYTES} bytes, got {str(name)[:80]!r}"
+            f"{what} must be a text of 1 to {MAX_NAME_BYTES} bytes of UTF-8 without NUL, got "
+            f"{str(name)[:80]!r}"
         )
 
 

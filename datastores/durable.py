@@ -1,5 +1,6 @@
 """Served outputs that survive: logged and searchable at once (logs.py), folded into files later."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import DatastoreError
+from .config import DatastoreError, DeletionPending
 from .folder import Folder, SubIndexFile
 from .folding import FoldJob, FoldWorker
 from .live import count_taken, hides, segment_limit
@@ -21,7 +22,12 @@ from .wal import Deletion
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 10.0
+# After a failure the background work is tried again so soon, then twice as late each time.
+_RETRY_SECONDS = 1.0
+_LONGEST_RETRY_SECONDS = 60.0
+DELETION_SECONDS = 50.0
+# What a segment costs beside its tokens, in tokens: namespaces are not free.
+_SEGMENT_COST = 64
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,9 @@ class DurableCollection:
         self._work = threading.Condition()  # for what follows, and for _purges
         self._fold_wanted = False
         self._fold_error: str | None = None
+        self._nudges = 0  # those who wait for something, so that it is tried at once
+        self._failures = 0
+        self._background_error: str | None = None
         self._closed = False
         if folder.read_only:
             return
@@ -96,6 +105,7 @@ class DurableCollection:
         with self._work:
             self._fold_wanted = True
             self._fold_error = None
+            self._nudges += 1
             self._work.notify_all()
             done = self._work.wait_for(
                 lambda: self._closed or self._fold_error or self._folder.manifest.first_log > goal,
@@ -129,19 +139,37 @@ class DurableCollection:
         return list(dict.fromkeys(names))
 
     def counters(self) -> dict[str, float]:
-        """queued_documents, queued_tokens, ingest_lag, unfolded_tokens, evicted_tokens."""
-        return {**self._logs.counters(), "evicted_tokens": self._evicted_tokens}
+        """queued_documents, queued_tokens, ingest_lag, unfolded_tokens, evicted_tokens,
+        pending_deletions, background_failures."""
+        return {
+            **self._logs.counters(),
+            "evicted_tokens": self._evicted_tokens,
+            "pending_deletions": len(self._purges),
+            "background_failures": self._failures,
+        }
+
+    @property
+    def background_error(self) -> str | None:
+        """What the last attempt to write files failed with; None: it did not."""
+        return self._background_error or self._logs.sync_error
 
     # -- deletion --------------------------------------------------------------------------
 
-    def delete(self, namespace: str | None, digest: bytes | None) -> int:
+    def delete(
+        self,
+        namespace: str | None,
+        digest: bytes | None,
+        timeout: float | None = DELETION_SECONDS,
+    ) -> int:
         """Removes documents from memory and from all files; returns their tokens.
 
         Searches do not find them from the start; on return no file has them either. Raises
-        DatastoreError if a file cannot be rewritten: then it is tried again until it can, also
-        after a restart.
+        DatastoreError if it cannot be logged, and nothing is deleted; DeletionPending if a file
+        cannot be rewritten, or not within `timeout` seconds: then it goes on until it is through,
+        also after a restart.
         """
-        self.flush(None)
+        with contextlib.suppress(TimeoutError):  # what is still queued is taken out of the queue
+            self.flush(timeout)
         removed = 0
         purges: list[_Purge] = []
 
@@ -154,11 +182,17 @@ class DurableCollection:
 
         self._logs.delete(namespace, digest, hide)
         self._on_change()
-        self._wake()
+        with self._work:
+            self._nudges += 1
+            self._work.notify_all()
         (purge,) = purges
-        purge.done.wait()
+        if not purge.done.wait(timeout):
+            purge.error = f"it takes more than {timeout} s"
         if purge.error is not None:
-            raise DatastoreError(f"deleted from memory, but not from all files yet: {purge.error}")
+            raise DeletionPending(
+                f"deleted from memory, but not from all files yet: {purge.error}. It is tried "
+                "again until it is through, also after a restart; delete again to know when"
+            )
         return removed
 
     def _count(self, deletion: Deletion) -> int:
@@ -173,6 +207,7 @@ class DurableCollection:
             self._work.notify_all()
 
     def _run(self) -> None:
+        retry = _RETRY_SECONDS
         while True:
             with self._work:
                 self._work.wait_for(self._has_work, 1.0)
@@ -180,17 +215,30 @@ class DurableCollection:
                     return
             try:
                 self._step()
-            except DatastoreError as error:
+                retry = _RETRY_SECONDS
+                self._background_error = None
+            except Exception as error:  # whatever it is: the thread must see it through one day
                 with self._work:
                     if self._closed:
                         return
-                    logger.error("The datastore's files could not be written: %s", error)
-                    self._fold_error = str(error)
-                    for purge in self._purges:
-                        purge.error = str(error)
-                        purge.done.set()
-                    self._work.notify_all()
-                    self._work.wait_for(lambda: self._closed, _RETRY_SECONDS)
+                    self._note_failure(error)
+                    # Who comes now is told by another attempt, not by one long past.
+                    nudges = self._nudges
+                    self._work.wait_for(lambda: self._closed or self._nudges != nudges, retry)  # noqa: B023
+                    retry = min(2 * retry, _LONGEST_RETRY_SECONDS)
+
+    def _note_failure(self, error: Exception) -> None:
+        reason = describe(error)
+        if isinstance(error, DatastoreError | OSError):
+            logger.error("The datastore's files could not be written: %s", reason)
+        else:
+            logger.exception("The datastore's files could not be written")
+        self._failures += 1
+        self._fold_error = self._background_error = reason
+        for purge in self._purges:
+            purge.error = reason
+            purge.done.set()
+        self._work.notify_all()
 
     def _has_work(self) -> bool:
         waiting = len(self._logs.logs) > 1
@@ -199,8 +247,13 @@ class DurableCollection:
     def _must_rotate(self) -> bool:
         log, options = self._logs.current, self._options
         age = time.monotonic() - log.began
-        return self._fold_wanted or (
-            log.tokens > 0 and (log.tokens >= options.fold_tokens or age >= options.fold_interval)
+        return (
+            self._fold_wanted
+            or log.suspect
+            or (
+                log.tokens > 0
+                and (log.tokens >= options.fold_tokens or age >= options.fold_interval)
+            )
         )
 
     def _step(self) -> None:
@@ -219,6 +272,8 @@ class DurableCollection:
         """Turns the oldest log into a file."""
         log, folder = self._logs.logs[0], self._folder
         log.live.flush(None)  # its thread must not be publishing when it is dropped
+        if log.suspect:
+            self._logs.write_anew(log)
         name = folder.new_file_name()
         # A deletion stands in the log that was written when it came, its documents in an earlier.
         deletions = tuple(purge.deletion for purge in self._purges)
@@ -244,6 +299,7 @@ class DurableCollection:
                     self._rewrite(file, deletion)
             while len(self._logs.logs) > 1:
                 self._fold_oldest()
+            folder.remove_leftovers()
         with self._work:
             self._purges = [other for other in self._purges if other is not purge]
         self._on_change()
@@ -275,12 +331,12 @@ class DurableCollection:
     def _evict(self) -> None:
         """Drops the oldest files beyond max_tokens."""
         files = self._folder.live_files
-        total = sum(file.entry.tokens for file in files)
+        total = sum(map(_cost, files))
         while files and total > self._options.max_tokens:
             oldest = files.pop(0)
             with self._merger.paused():
                 if self._folder.publish(remove=[oldest]):
-                    total -= oldest.entry.tokens
+                    total -= _cost(oldest)
                     self._evicted_tokens += oldest.entry.tokens
 
     def close(self) -> None:
@@ -297,6 +353,18 @@ class DurableCollection:
         for purge in self._purges:
             purge.error = "the datastore was closed; it goes on when it is opened again"
             purge.done.set()
+
+
+def describe(error: Exception) -> str:
+    """An error as a line for a person."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error) if isinstance(error, DatastoreError) else f"{type(error).__name__}: {error}"
+
+
+def _cost(file: SubIndexFile) -> int:
+    """What a file counts against max_tokens."""
+    return file.entry.tokens + _SEGMENT_COST * len(file.segments)
 
 
 def _concerns(deletion: Deletion, file: SubIndexFile) -> bool:

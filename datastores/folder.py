@@ -8,7 +8,9 @@ log-*.wal       served outputs that are in no sub-index yet (wal.py)
 
 import logging
 import os
+import re
 import secrets
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +18,18 @@ from functools import cached_property
 from typing import Any
 
 from .config import DatastoreError
-from .container import read_container
-from .files import FolderLock, remove_file, remove_temporaries
+from .container import Container, read_container
+from .files import (
+    FolderLock,
+    NotSynced,
+    check_owner,
+    remove_file,
+    remove_if_file,
+    remove_temporaries,
+    sync_folder,
+)
 from .manifest import (
+    FILE_NUMBER_LIMIT,
     FileEntry,
     Manifest,
     check_same_tokenizer,
@@ -31,6 +42,7 @@ from .segment import Segment
 logger = logging.getLogger(__name__)
 
 _READ_ATTEMPTS = 5
+_LOG_NAME = re.compile(r"log-([0-9]{8,16})\.wal", re.ASCII)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +86,14 @@ class Folder:
         self.on_change = on_change
         self._changing = threading.RLock()
         self._lock: FolderLock | None = None
+        self._leftovers: set[str] = set()
+        """Paths that no manifest names, still to be unlinked."""
+        self._unsynced = False
+        """Whether a power cut may bring the manifest before this one back."""
         if not read_only:
             self._prepare(create, vocab_size)
+        check_folder_owner(self.path)
+        if not read_only:
             self._lock = FolderLock(self.path)
         try:
             self._open(vocab_size, tokenizer_fingerprint, create)
@@ -84,7 +102,7 @@ class Folder:
             raise
 
     def _prepare(self, create: bool, vocab_size: int | None) -> None:
-        if os.path.isfile(self.path):
+        if os.path.exists(self.path) and not os.path.isdir(self.path):
             raise DatastoreError(f"datastore {self.path} must be a folder, and is a file")
         if not os.path.isdir(self.path):
             if not create or vocab_size is None:
@@ -161,6 +179,7 @@ class Folder:
                 self.manifest.vocab_size,
                 self.manifest.tokenizer_fingerprint,
             )
+            _check_entry(self.file_path(entry.name), entry, container)
         except DatastoreError as error:
             return SubIndexFile(entry, (), str(error))
         return SubIndexFile(entry, container.segments)
@@ -168,9 +187,11 @@ class Folder:
     def _remove_unnamed(self) -> None:
         named = {file.entry.name for file in self.files}
         for name in os.listdir(self.path):
-            old_log = name.startswith("log-") and log_number(name) < self.manifest.first_log
-            if old_log or (name.startswith("sub-") and name not in named):
-                remove_file(self.file_path(name))
+            number = log_number(name)
+            old_log = number is not None and number < self.manifest.first_log
+            unnamed = name.startswith("sub-") and name not in named
+            if (old_log or unnamed) and not remove_if_file(self.file_path(name)):
+                logger.warning("%s cannot be removed: remove it by hand", self.file_path(name))
 
     @property
     def problems(self) -> list[str]:
@@ -204,7 +225,7 @@ class Folder:
     def discard(self, name: str) -> None:
         """Removes whatever was written of a file that was not published."""
         remove_temporaries(self.path, name)
-        remove_file(self.file_path(name))
+        remove_if_file(self.file_path(name))
 
     def publish(
         self,
@@ -222,7 +243,7 @@ class Folder:
         with self._changing:
             if any(file not in self.files for file in remove):
                 for entry in add:
-                    remove_file(self.file_path(entry.name))
+                    remove_if_file(self.file_path(entry.name))
                 return False
             added = [self._map(entry) for entry in add]
             place = self.files.index(remove[0]) if remove else len(self.files)
@@ -231,27 +252,66 @@ class Folder:
             files = (*before, *added, *after)
             entries = tuple(file.entry for file in files)
             manifest = replace(self.manifest, files=entries, **changes)
-            write_manifest(self.path, manifest)
+            try:
+                write_manifest(self.path, manifest)
+                self._unsynced = False
+            except NotSynced as error:
+                # It counts; what it no longer names stays until no power cut can undo that.
+                logger.error("The datastore's manifest is not on the disk yet: %s", error)
+                self._unsynced = True
             self.manifest, self.files = manifest, files
-        for file in remove:
-            remove_file(self.file_path(file.entry.name))
+        self.unlink(*(self.file_path(file.entry.name) for file in remove))
         self.on_change()
         return True
+
+    def unlink(self, *paths: str) -> None:
+        """Removes files that no manifest names; what cannot be is left to remove_leftovers()."""
+        with self._changing:
+            self._leftovers.update(paths)
+            if not self._unsynced:
+                self._leftovers = {path for path in self._leftovers if not _unlinked(path)}
+
+    def remove_leftovers(self) -> None:
+        """Returns when no unlinked file is left, on the disk itself; DatastoreError: one is."""
+        with self._changing:
+            if self._unsynced:
+                # Syncing again proves nothing after a failure: another file, another name.
+                write_manifest(self.path, self.manifest)
+                self._unsynced = False
+            self.unlink()
+            if self._leftovers:
+                raise DatastoreError(f"cannot remove {min(self._leftovers)}: remove it by hand")
+            try:
+                sync_folder(self.path)
+            except OSError as error:
+                self._unsynced = True
+                raise DatastoreError(
+                    f"cannot sync {self.path}: {error.strerror or error}"
+                ) from None
 
     def disk_bytes(self) -> int:
         """Bytes of all files of the folder."""
         total = 0
         for name in os.listdir(self.path):
             try:
-                total += os.stat(self.file_path(name)).st_size
+                total += os.lstat(self.file_path(name)).st_size
             except FileNotFoundError:
                 continue
         return total
 
     def log_numbers(self) -> list[int]:
         """Numbers of the logs that count, in their order."""
-        names = [name for name in os.listdir(self.path) if name.startswith("log-")]
-        return sorted(n for n in map(log_number, names) if n >= self.manifest.first_log)
+        try:
+            found = [log_number(name) for name in os.listdir(self.path)]
+        except OSError as error:
+            raise DatastoreError(f"cannot read {self.path}: {error.strerror or error}") from None
+        numbers = sorted(n for n in found if n is not None and n >= self.manifest.first_log)
+        if numbers and numbers[-1] >= FILE_NUMBER_LIMIT:
+            raise DatastoreError(
+                f"{self.log_path(numbers[-1])} was not written by a datastore, which counts its "
+                "logs from 1 on: remove it"
+            )
+        return numbers
 
     def log_path(self, number: int) -> str:
         return self.file_path(f"log-{number:08d}.wal")
@@ -263,7 +323,41 @@ class Folder:
             self._lock = None
 
 
-def log_number(name: str) -> int:
-    """The number in a log's file name."""
-    digits = name.removeprefix("log-").removesuffix(".wal")
-    return int(digits) if digits.isdigit() else 0
+def log_number(name: str) -> int | None:
+    """The number in a log's file name; None: it is no log."""
+    found = _LOG_NAME.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+def check_folder_owner(path: str) -> None:
+    """DatastoreError unless it is a folder of this user's that not everybody may write to."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise DatastoreError(f"cannot read datastore {path}: {error.strerror or error}") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise DatastoreError(f"datastore {path} must be a folder, and is a file")
+    check_owner(path, found)
+
+
+def _check_entry(path: str, entry: FileEntry, container: Container) -> None:
+    """DatastoreError unless a file holds what the manifest says."""
+    tokens = sum(segment.num_tokens for _, segment in container.segments)
+    if tokens != entry.tokens:
+        raise DatastoreError(
+            f"sub-index {path} holds {tokens} tokens, and the MANIFEST says {entry.tokens}"
+        )
+    owners = {owner for owner, _ in container.segments}
+    if entry.corpus is not None and owners != {entry.corpus}:
+        raise DatastoreError(
+            f"sub-index {path} holds {min(owners)!r}, and the MANIFEST says {entry.corpus!r}"
+        )
+
+
+def _unlinked(path: str) -> bool:
+    try:
+        remove_file(path)
+    except OSError as error:
+        logger.error("%s cannot be removed yet: %s", path, error.strerror or error)
+        return False
+    return True

@@ -170,14 +170,25 @@ class FoldWorker:
                 raise DatastoreError("the datastore is closed")
             if self._process is None or self._process.poll() is not None:
                 paths = [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                self._process = _spawned(
+                    {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
                 )
             return self._process
+
+
+def _spawned(environment: dict[str, str]) -> "subprocess.Popen[str]":
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+    except OSError as error:
+        raise DatastoreError(
+            f"cannot start the folding process: {error.strerror or error}"
+        ) from None
 
 
 def main() -> None:
@@ -187,7 +198,7 @@ def main() -> None:
     while True:
         try:
             answer: dict[str, int | str] = {"tokens": run_job(FoldJob.from_json(jobs.get()))}
-        except (DatastoreError, OSError, MemoryError) as error:
+        except Exception as error:  # the datastore tries again, and reports it
             answer = {"error": str(error) or type(error).__name__}
         try:
             print(json.dumps(answer), flush=True)

@@ -39,11 +39,14 @@ class FollowedLog:
         """Takes in what was written since the last call; returns the deletions among it."""
         content = self._tail.read()
         self.tokens += sum(document.tokens.size for _, document in content.documents)
+        backlog: dict[str, list[Segment]] = {}
         for namespace, documents in by_namespace(content.documents).items():
             # A backlog is sorted at once, what comes later bit by bit.
             rest = [d for d in documents if not self._caught_up or not self.live.add(namespace, d)]
             if rest:
-                self.live.append(namespace, list(build_segments(rest, vocab_size, segment_tokens)))
+                backlog[namespace] = list(build_segments(rest, vocab_size, segment_tokens))
+        if backlog:
+            self.live.append(backlog)
         self._caught_up = True
         self.deletions += content.deletions
         return content.deletions
@@ -152,7 +155,7 @@ class FollowingCollection:
                         log.live.seal()
                     return
                 self._look()
-            except (DatastoreError, OSError) as error:
+            except Exception as error:  # whatever it is: the thread must go on
                 now = time.monotonic()
                 if now - self._complained >= _COMPLAINT_SECONDS:
                     self._complained = now

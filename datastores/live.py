@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -97,10 +97,12 @@ class LiveCollection:
             self._changed.notify_all()
             return True
 
-    def append(self, namespace: str, segments: Sequence[Segment]) -> None:
-        """Adds finished segments as the newest ones."""
+    def append(self, new: Mapping[str, Sequence[Segment]]) -> None:
+        """Adds finished segments, by namespace, as the newest ones. Not where max_tokens is set."""
         with self._changed:
-            self._publish(namespace, (*self.segments.get(namespace, ()), *segments))
+            grown = {name: (*self.segments.get(name, ()), *new[name]) for name in new}
+            self.segments = {**self.segments, **grown}
+            self._on_change()
 
     def flush(self, timeout: float | None) -> None:
         """Waits until all that was added before is searchable, or raises TimeoutError."""
@@ -130,9 +132,15 @@ class LiveCollection:
             self._queue = kept
             self._queued_tokens = sum(d.tokens.size for _, d in kept)
             self._batch_deletions.append(deletion)
-            for namespace in [n for n in self.segments if deletion.concerns(n)]:
-                remaining = apply_deletion(deletion, self.segments[namespace], self._vocab_size)
-                self._publish(namespace, remaining)
+            # All namespaces in one step: publishing each copies the table of all.
+            left = {
+                name: apply_deletion(deletion, segments, self._vocab_size)
+                if deletion.concerns(name)
+                else segments
+                for name, segments in self.segments.items()
+            }
+            self.segments = {name: segments for name, segments in left.items() if segments}
+            self._on_change()
             self._changed.notify_all()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ Each log file has a LiveCollection with the same documents. The last log is bein
 ones wait to be folded into a sub-index file.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -13,11 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .config import DatastoreError
-from .files import remove_file
+from .files import remove_if_file, replace_file
 from .folder import Folder
 from .live import LiveCollection, Segments
-from .segment import Document, Segment, build_segments
-from .wal import Deletion, LogWriter, read_log
+from .segment import Document, Segment, build_segments, documents_of
+from .wal import Deletion, LogWriter, log_bytes, read_log
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,11 @@ class Log:
     live: LiveCollection
     tokens: int = 0
     began: float = field(default_factory=time.monotonic)
+    deletions: list[Deletion] = field(default_factory=list)
+    """Those that stand in it."""
+    suspect: bool = False
+    """Whether the disk refused to confirm it: what the file holds is not known any more, and a
+    second sync would prove nothing. Memory has it all; the file is to be written anew."""
 
     @property
     def segments(self) -> Segments:
@@ -79,6 +85,8 @@ class LogSet:
         self.next_number = folder.manifest.next_number
         self._adding = threading.Lock()  # order of numbers, of log records and of log files
         self._dirty = False
+        self.sync_error: str | None = None
+        """Why the last attempt to have the log on the disk failed; None: it did not."""
         self._complained = -_COMPLAINT_SECONDS
         self._closing = threading.Event()
         self._recover()
@@ -110,6 +118,7 @@ class LogSet:
             try:
                 self._writer.append(namespace, document)
             except OSError as error:
+                log.suspect |= self._writer.failed is not None
                 self._complain(f"cannot write {self._writer.path}: {error.strerror or error}")
                 return False
             self.next_number += 1
@@ -132,11 +141,14 @@ class LogSet:
             try:
                 self._writer.append_deletion(deletion)
             except OSError as error:
+                self.current.suspect |= self._writer.failed is not None
                 raise DatastoreError(
-                    f"cannot write {self._writer.path}: {error.strerror or error}"
+                    f"cannot write {self._writer.path}: {error.strerror or error}; nothing was "
+                    "deleted: try again when the disk can be written"
                 ) from None
             self.next_number += 1
             self._dirty = True
+            self.current.deletions.append(deletion)
             before(deletion)
             for log in self.logs:
                 log.live.delete(deletion)
@@ -148,14 +160,46 @@ class LogSet:
             old, sealed = self._writer, self.current
             self._writer = self._new_writer()
             sealed.live.seal()
-        old.sync()  # outside the lock: it may take long, and add() must not wait for it
-        old.close()
+        try:
+            old.sync()  # outside the lock: it may take long, and add() must not wait for it
+        except OSError as error:
+            self._distrust(sealed, error)
+        finally:
+            with contextlib.suppress(OSError):
+                old.close()
+
+    def write_anew(self, log: Log) -> None:
+        """Writes a sealed log's file again from memory, on the disk itself.
+
+        DatastoreError, and the file is as it was, if it cannot.
+        """
+        log.live.flush(None)
+        manifest = self._folder.manifest
+        documents = [
+            (namespace, document)
+            for namespace, segments in log.segments.items()
+            for segment in segments
+            for document in documents_of(segment)
+        ]
+        content = log_bytes(
+            manifest.vocab_size, manifest.tokenizer_fingerprint, documents, log.deletions
+        )
+        with replace_file(self.path(log)) as file:
+            file.write(content)
+        log.suspect = False
+        self.sync_error = None
+        logger.info("Log %d was written anew", log.number)
+
+    def _distrust(self, log: Log, error: OSError) -> None:
+        log.suspect = True
+        self.sync_error = f"cannot sync {self.path(log)}: {error.strerror or error}"
+        self._complain(self.sync_error)
 
     def forget(self, log: Log) -> None:
         """Drops a log that is in a file now."""
-        remove_file(self.path(log))
         with self._adding:
             self.logs = tuple(other for other in self.logs if other is not log)
+        self._folder.unlink(self.path(log))
 
     def path(self, log: Log) -> str:
         return self._folder.log_path(log.number)
@@ -191,8 +235,16 @@ class LogSet:
         self._thread.join()
         for log in self.logs:
             log.live.close()
-        self._writer.sync()
-        self._writer.close()
+        try:
+            self._writer.sync()
+            self._writer.close()
+        except OSError as error:
+            self._distrust(self.current, error)
+        if self.current.suspect:
+            try:
+                self.write_anew(self.current)
+            except DatastoreError as error:
+                logger.error("The last outputs may not survive a power cut: %s", error)
 
     def _recover(self) -> None:
         manifest = self._folder.manifest
@@ -203,12 +255,18 @@ class LogSet:
                 logger.warning("%s: %d bytes passed over", path, content.damaged_bytes)
             log = Log(number, self._new_live())
             log.tokens = sum(d.tokens.size for _, d in content.documents)
-            for namespace, documents in by_namespace(content.documents).items():
-                built = build_segments(documents, manifest.vocab_size, self._segment_tokens)
-                log.live.append(namespace, list(built))
+            log.live.append(
+                {
+                    namespace: list(
+                        build_segments(documents, manifest.vocab_size, self._segment_tokens)
+                    )
+                    for namespace, documents in by_namespace(content.documents).items()
+                }
+            )
             log.live.seal()
             self.logs = (*self.logs, log)
             self.next_number = max(self.next_number, content.last_number + 1)
+            log.deletions = list(content.deletions)
             for deletion in content.deletions:
                 self.deletions.append(deletion)
                 for earlier in self.logs:
@@ -230,7 +288,8 @@ class LogSet:
         try:
             writer = LogWriter(path, manifest.vocab_size, manifest.tokenizer_fingerprint)
         except OSError as error:
-            remove_file(path)
+            if not isinstance(error, FileExistsError):
+                remove_if_file(path)
             raise DatastoreError(f"cannot write {path}: {error.strerror or error}") from None
         self.logs = (*self.logs, Log(number, self._new_live()))
         return writer
@@ -238,19 +297,27 @@ class LogSet:
     def _run_syncs(self) -> None:
         while not self._closing.wait(self._options.sync_interval):
             if self._dirty:
-                with self._adding:
-                    self._dirty = False
-                    sync = self._writer.detached_sync()
-                try:
-                    sync()
-                except OSError as error:
-                    self._complain(f"cannot sync {self._writer.path}: {error.strerror or error}")
+                self._sync_current()
+
+    def _sync_current(self) -> None:
+        with self._adding:
+            log = self.current
+            try:
+                sync = self._writer.detached_sync()
+            except OSError as error:  # no descriptor is left: nothing has been tried yet
+                self._complain(f"cannot sync {self._writer.path}: {error.strerror or error}")
+                return
+            self._dirty = False
+        try:
+            sync()
+        except OSError as error:
+            self._distrust(log, error)
 
     def _complain(self, reason: str) -> None:
         now = time.monotonic()
         if now - self._complained >= _COMPLAINT_SECONDS:
             self._complained = now
-            logger.error("The datastore does not take in what is served: %s", reason)
+            logger.error("The datastore does not take in all that is served: %s", reason)
 
     def _check_open(self) -> None:
         if self._folder.read_only:

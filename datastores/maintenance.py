@@ -11,8 +11,8 @@ from numba import njit
 from .config import DatastoreError
 from .container import read_container
 from .datastore import Datastore
-from .files import FolderLock, replace_file
-from .folder import Folder
+from .files import FolderLock, open_file, replace_file
+from .folder import Folder, check_folder_owner, log_number
 from .manifest import FileEntry, check_same_tokenizer, read_manifest
 from .segment import Segment
 from .suffix_array import _not_after, make_landmarks
@@ -33,8 +33,7 @@ def check_folder(
         if not os.path.isdir(parent) or not os.access(parent, os.W_OK):
             raise DatastoreError(f"cannot create datastore {folder}: {parent} is not writable")
         return
-    if not os.path.isdir(folder):
-        raise DatastoreError(f"datastore {folder} must be a folder, and is a file")
+    check_folder_owner(folder)
     manifest = read_manifest(folder)
     if manifest is not None:
         check_same_tokenizer(folder, manifest, None, tokenizer_fingerprint)
@@ -52,6 +51,8 @@ def verify_folder(path: str | PathLike[str]) -> list[str]:
     """
     folder = os.path.abspath(fspath(path))
     try:
+        if os.path.exists(folder):
+            check_folder_owner(folder)
         manifest = read_manifest(folder)
     except DatastoreError as error:
         return [str(error)]
@@ -70,7 +71,7 @@ def verify_folder(path: str | PathLike[str]) -> list[str]:
             wrong = _disorder(segment, vocab_size)
             if wrong:
                 problems.append(f"sub-index {file}, {owner!r}: {wrong}")
-    logs = sorted(name for name in os.listdir(folder) if name.startswith("log-"))
+    logs = sorted(name for name in os.listdir(folder) if log_number(name) is not None)
     for name in logs:
         log = os.path.join(folder, name)
         try:
@@ -148,7 +149,7 @@ def _copy_into(source: Folder, target: str) -> int:
         for file in wanted:
             name = folder.new_file_name()
             with (
-                open(source.file_path(file.entry.name), "rb") as original,
+                open_file(source.file_path(file.entry.name)) as original,
                 replace_file(folder.file_path(name)) as copy,
             ):
                 shutil.copyfileobj(original, copy, 1 << 24)

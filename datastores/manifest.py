@@ -7,16 +7,25 @@ first_log on.
 
 import json
 import os
+import re
 import zlib
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .config import DatastoreError
-from .files import replace_file
+from .files import open_file, replace_file
+from .segment import MAX_NAME_BYTES, NUMBER_LIMIT
 
 NAME = "MANIFEST"
 VERSION = 2
 _FORMAT = "sglang-ext datastore"
+_MAX_BYTES = 1 << 26
+# Numbers of files, sixteen digits at most: a folder never has so many.
+FILE_NUMBER_LIMIT = 10**15
+MAX_VOCAB_SIZE = 1 << 30
+_MAX_TOKENS = 1 << 44
+# Nothing else may be named: what is named is mapped, and removed one day.
+_FILE_NAME = re.compile(r"sub-[0-9]{8,16}(-[0-9a-f]{8})?\.idx", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -49,34 +58,102 @@ def read_manifest(folder: str) -> Manifest | None:
     """The folder's manifest; None if there is none. DatastoreError if it is damaged."""
     path = os.path.join(folder, NAME)
     try:
-        with open(path, "rb") as file:
-            text = file.read()
+        with open_file(path) as file:
+            text = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise DatastoreError(f"cannot read {path}: {error.strerror or error}") from None
+    if len(text) > _MAX_BYTES:
+        raise DatastoreError(f"{path} has more than {_MAX_BYTES} bytes: restore it from a backup")
     try:
         stored = json.loads(text)
         content, checksum = stored["manifest"], stored["crc32"]
         intact = _checksum(content) == checksum and content.pop("format") == _FORMAT
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         intact = False
     if not intact:
         raise DatastoreError(
             f"{path} is damaged: its checksum is wrong; restore it from a backup, or move the "
             "folder away and build it again"
         )
-    version = content.pop("version")
+    version = content.pop("version", None)
     if version != VERSION:
         raise DatastoreError(f"{path} has format version {version}; this program reads {VERSION}")
+    problem = _problem(content)
+    if problem is not None:
+        raise DatastoreError(
+            f"{path} is not one that a datastore writes: {problem}; restore it from a backup, or "
+            "move the folder away and build it again"
+        )
     content["files"] = tuple(FileEntry(**entry) for entry in content["files"])
     return Manifest(**content)
+
+
+def is_name(value: object) -> bool:
+    """Whether it can be the name of a namespace or a corpus in a file."""
+    try:
+        return isinstance(value, str) and 0 < len(value.encode()) <= MAX_NAME_BYTES
+    except UnicodeEncodeError:
+        return False
+
+
+def is_whole(value: object, low: int, high: int) -> bool:
+    """Whether it is an int of low..high, and no bool."""
+    return type(value) is int and low <= value <= high
+
+
+def is_text(value: object) -> bool:
+    """Whether it is a text that UTF-8 can hold."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def _problem(content: dict[str, Any]) -> str | None:
+    """The first field that is not as write_manifest() makes it; None: all are."""
+    expected = {name for name in Manifest.__dataclass_fields__}
+    if content.keys() != expected:
+        odd = sorted(content.keys() ^ expected)[0]
+        return f"field {odd[:40]!r} is {'unknown' if odd in content else 'missing'}"
+    for name, low, high in (
+        ("vocab_size", 1, MAX_VOCAB_SIZE),
+        ("next_file", 1, FILE_NUMBER_LIMIT),
+        ("next_number", 0, NUMBER_LIMIT),
+        ("first_log", 1, FILE_NUMBER_LIMIT),
+    ):
+        if not is_whole(content[name], low, high):
+            return f"{name} must be a whole number of {low} to {high}"
+    if not is_text(content["tokenizer_fingerprint"]):
+        return "tokenizer_fingerprint must be a text"
+    building = content["building"]
+    if not isinstance(building, dict) or not all(
+        is_name(name) and (noted is None or isinstance(noted, dict))
+        for name, noted in building.items()
+    ):
+        return "building must be an object of objects by corpus"
+    files = content["files"]
+    if not isinstance(files, list):
+        return "files must be a list"
+    for i, entry in enumerate(files):
+        if not isinstance(entry, dict) or entry.keys() != {"name", "tokens", "corpus"}:
+            return f"files[{i}] must have a name, tokens and a corpus"
+        if not isinstance(entry["name"], str) or not _FILE_NAME.fullmatch(entry["name"]):
+            return f"files[{i}] must be named sub-NUMBER-HEX.idx, not {str(entry['name'])[:60]!r}"
+        if not is_whole(entry["tokens"], 1, _MAX_TOKENS):
+            return f"files[{i}].tokens must be a whole number from 1 on"
+        if entry["corpus"] is not None and not is_name(entry["corpus"]):
+            return f"files[{i}].corpus must be a name of up to {MAX_NAME_BYTES} bytes, or null"
+    if len({entry["name"] for entry in files}) != len(files):
+        return "a file is named twice"
+    return None
 
 
 def manifest_stamp(folder: str) -> tuple[int, int, int] | None:
     """What is another one after each write_manifest(); None if there is no manifest."""
     try:
-        found = os.stat(os.path.join(folder, NAME))
+        found = os.lstat(os.path.join(folder, NAME))
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size

@@ -14,7 +14,8 @@ from .manifest import FileEntry
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 10.0
+_RETRY_SECONDS = 1.0
+_LONGEST_RETRY_SECONDS = 60.0
 
 
 class Merger:
@@ -27,6 +28,8 @@ class Merger:
         self._state = threading.Condition()
         self._paused = 0
         self._busy = False
+        self._retry = _RETRY_SECONDS
+        self._error: str | None = None
         self._wake = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="datastore-merge", daemon=True)
@@ -55,11 +58,16 @@ class Merger:
                 self._state.notify_all()
 
     def wait_idle(self, timeout: float | None) -> None:
-        """Waits until nothing is left to merge, or raises TimeoutError."""
+        """Waits until nothing is left to merge. TimeoutError, or DatastoreError if it fails."""
         with self._state:
-            if not self._state.wait_for(
-                lambda: self._closed or not (self._busy or self._next_pair()), timeout
-            ):
+            self._error = None
+            done = self._state.wait_for(
+                lambda: self._closed or self._error or not (self._busy or self._next_pair()),
+                timeout,
+            )
+            if self._error is not None:
+                raise DatastoreError(self._error)
+            if not done:
                 raise TimeoutError(f"sub-indices were not merged after {timeout} s")
 
     def close(self) -> None:
@@ -82,21 +90,24 @@ class Merger:
                 continue
             try:
                 self._merge(*pair)
-            except DatastoreError as error:
+                self._retry, self._error = _RETRY_SECONDS, None
+            except Exception as error:  # whatever it is: the thread must go on
                 self._after_failure(error)
             finally:
                 with self._state:
                     self._busy = False
                     self._state.notify_all()
 
-    def _after_failure(self, error: DatastoreError) -> None:
+    def _after_failure(self, error: Exception) -> None:
         if self._paused or self._closed:  # given up on purpose
             return
-        logger.warning("Sub-indices were not merged, trying again later: %s", error)
+        logger.warning("Sub-indices were not merged, trying again later: %r", error)
         with self._state:
             self._busy = False
+            self._error = f"sub-indices were not merged: {error}"
             self._state.notify_all()
-            self._state.wait_for(lambda: self._closed or self._paused > 0, _RETRY_SECONDS)
+            self._state.wait_for(lambda: self._closed or self._paused > 0, self._retry)
+            self._retry = min(2 * self._retry, _LONGEST_RETRY_SECONDS)
 
     def _next_pair(self) -> tuple[SubIndexFile, SubIndexFile] | None:
         """The newest neighbours of which the older is not much larger than the newer."""

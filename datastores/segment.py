@@ -16,6 +16,9 @@ _MERGE_STEPS = 1 << 16
 # order of arrival, and the digest of the name under which it can be deleted (zeros: no name).
 DOCUMENT_DTYPE = np.dtype([("start", "<u8"), ("number", "<u8"), ("digest", "V16")])
 NO_DIGEST = bytes(16)
+# Documents are counted below this; a file that has a higher number was not written by us.
+NUMBER_LIMIT = 1 << 62
+MAX_NAME_BYTES = 512
 
 
 class Document(NamedTuple):
@@ -81,7 +84,9 @@ class Snapshot:
 
 def document_digest(name: str) -> bytes:
     """16 bytes that stand for a document's name (a request id) in segments and logs."""
-    return hashlib.blake2b(name.encode(), digest_size=16).digest() if name else NO_DIGEST
+    # A client's request id may hold what UTF-8 cannot: half a surrogate pair.
+    encoded = name.encode(errors="surrogatepass")
+    return hashlib.blake2b(encoded, digest_size=16).digest() if name else NO_DIGEST
 
 
 def build_segment(documents: Sequence[Document], vocab_size: int) -> Segment:
@@ -134,6 +139,15 @@ def merge_in_slices(older: Segment, newer: Segment, separator: int) -> Iterator[
 def merge(older: Segment, newer: Segment, separator: int) -> Segment:
     """Merges two segments at once."""
     return next(filter(None, merge_in_slices(older, newer, separator)))
+
+
+def documents_of(segment: Segment) -> Iterator[Document]:
+    """Its documents, oldest first."""
+    lengths = document_lengths(segment)
+    for row, length in zip(segment.documents, lengths, strict=True):
+        start = int(row["start"])
+        tokens = segment.tokens[start : start + int(length) - 1].astype(np.int32)
+        yield Document(tokens, int(row["number"]), bytes(row["digest"]))
 
 
 def document_lengths(segment: Segment) -> np.ndarray:

@@ -121,6 +121,15 @@ class SpeculationMetrics:
             PREFIX + "datastore_dropped_documents", "Outputs that a full queue dropped.", names
         ).labels(**labels)
         self._dropped_before = 0
+        self._failures = Count(
+            PREFIX + "datastore_background_failures",
+            "Attempts to write the datastore's files that failed; each is made again.",
+            names,
+        ).labels(**labels)
+        self._failures_before = 0
+        self._pending = gauge(
+            "datastore_pending_deletions", "Deletions that some file has not followed yet."
+        )
         self._gauges_at = 0.0
 
     def gauges_due(self) -> bool:
@@ -146,6 +155,9 @@ class SpeculationMetrics:
         self._ingest_lag.set(info.ingest_lag)
         self._dropped.inc(max(0, info.dropped_documents - self._dropped_before))
         self._dropped_before = info.dropped_documents
+        self._failures.inc(max(0, info.background_failures - self._failures_before))
+        self._failures_before = info.background_failures
+        self._pending.set(info.pending_deletions)
 
     def note_drafting(self, seconds: float) -> None:
         """A batch was drafted for."""

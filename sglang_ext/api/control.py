@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from datastores import Datastore, DatastoreError
+from datastores import Datastore, DatastoreError, DeletionPending
 from sglang_ext.api import protocol
 from sglang_ext.drafters.corpora import Corpora
 from sglang_ext.requests import RequestOptionError, check_namespace
@@ -190,6 +190,8 @@ def reply(operations: Callable[[Any], Any], line: bytes) -> dict[str, Any]:
         return {"ok": True, "result": operations(json.loads(line))}
     except ControlError as error:
         return {"ok": False, "error": str(error), "status": error.status}
+    except DeletionPending as error:
+        return {"ok": False, "error": str(error), "status": 503}
     except (DatastoreError, RequestOptionError) as error:
         return {"ok": False, "error": str(error), "status": 400}
     except ValueError as error:

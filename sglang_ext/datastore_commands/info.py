@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from datastores import Datastore, DatastoreInfo
+from datastores.folder import log_number
 from datastores.manifest import read_manifest
 
 
@@ -72,8 +73,8 @@ def _unfinished(folder: str) -> dict[str, int]:
 
 
 def _log_bytes(folder: str) -> int:
-    logs = (entry for entry in os.scandir(folder) if entry.name.startswith("log-"))
-    return sum(entry.stat().st_size for entry in logs)
+    logs = (entry for entry in os.scandir(folder) if log_number(entry.name) is not None)
+    return sum(entry.stat(follow_symlinks=False).st_size for entry in logs)
 
 
 def _mega(nbytes: int) -> str:
