@@ -71,6 +71,8 @@ class FuzzClient:
     def _http(self) -> requests.Session:
         if not hasattr(self._local, "session"):
             self._local.session = requests.Session()
+            # The server closes idle connections, also while a request is on its way.
+            self._local.session.headers["connection"] = "close"
         session: requests.Session = self._local.session
         return session
 
@@ -98,7 +100,7 @@ class FuzzClient:
             with connect(url, open_timeout=TIMEOUT_S, max_size=None, proxy=None) as socket:
                 for message in request.messages:
                     text = message if isinstance(message, str) else dumped(message)
-                    socket.send(text)
+                    socket.send(text.encode(errors="replace").decode())
                 answers = 0
                 while answers < len(request.messages):
                     answer = json.loads(socket.recv(timeout=TIMEOUT_S))

@@ -1,6 +1,7 @@
 """JSON bodies, read within a limit and looked at before a route does."""
 
 import asyncio
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +60,13 @@ class JsonBodies:
                 _check(body, is_json="json" in kind)
         except AdmissionError as error:
             return await _answer(send, 400, str(error))
-        await self._app(scope, _again(body, receive), send)
+        try:
+            await self._app(scope, _again(body, receive), send)
+        except Exception as error:
+            if not _is_of_parsing(error):
+                raise
+            message = f"the body cannot be read: {type(error).__name__}: {str(error)[:200]}"
+            await _answer(send, 400, message)
 
     async def _read(self, receive: Any) -> tuple[bytes | None, bool]:
         """The body, None where it is too long; and whether the client has gone.
@@ -105,6 +112,14 @@ def _check(body: bytes, is_json: bool) -> None:
 def _named(value: Any) -> str:
     names = {list: "an array", str: "a string", bool: "true or false"}
     return names.get(type(value), "a number")
+
+
+def _is_of_parsing(error: Exception) -> bool:
+    """Whether FastAPI was making a route's arguments: SGLang's validators fail on odd bodies."""
+    return any(
+        frame.f_code.co_name == "solve_dependencies"
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 def _header(scope: Any, name: bytes, default: str) -> str:

@@ -1,12 +1,25 @@
 """JSON bodies are looked at before a route is."""
 
 import json
+from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request
+from pydantic import BaseModel, model_validator
 from starlette.testclient import TestClient
 
 from sglang_ext.admission.bodies import JsonBodies
+
+
+class Fragile(BaseModel):
+    """As some of SGLang's: its validator takes a field to be an object."""
+
+    format: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def look(cls, values):
+        return {"format": values["format"].get("type")}
 
 
 @pytest.fixture
@@ -17,8 +30,16 @@ def client():
     async def echo(request: Request):
         return {"length": len(await request.body())}
 
+    async def fail():
+        raise TypeError("not the body's")
+
+    async def typed(body: Fragile):
+        return body
+
     app.add_api_route("/echo", echo, methods=["POST"])
-    return TestClient(app)
+    app.add_api_route("/fail", fail, methods=["POST"])
+    app.add_api_route("/typed", typed, methods=["POST"])
+    return TestClient(app, raise_server_exceptions=False)
 
 
 def post(client, body, kind="application/json"):
@@ -64,3 +85,14 @@ def test_a_body_over_the_limit_is_a_413(client):
 def test_forms_go_by(client):
     form = client.post("/echo", files={"file": b"x" * (2 << 20)})
     assert form.status_code == 200
+
+
+def test_a_validator_that_fails_on_a_body_is_a_400(client):
+    response = client.post("/typed", json={"format": True})
+    assert response.status_code == 400
+    assert "the body cannot be read: AttributeError" in response.json()["error"]["message"]
+    assert client.post("/typed", json={"format": {"type": "x"}}).json() == {"format": "x"}
+
+
+def test_a_route_that_fails_is_still_a_500(client):
+    assert client.post("/fail", json={}).status_code == 500
