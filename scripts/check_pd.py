@@ -20,6 +20,8 @@ from collections.abc import Callable
 
 from scripts import pd_kills, pd_shared, pd_tokens, pd_whisper
 from scripts.figures import parser, report
+from sglang_ext.disaggregation.transfer import check_transfer_backend
+from sglang_ext.preflight import PreflightError
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
     "tokens": pd_tokens.check,
@@ -42,6 +44,11 @@ def main() -> int:
         args.error(f"--parts {','.join(unknown)}: expected some of {', '.join(PARTS)}")
     if options.quick:
         options.prompts, options.long, options.kills = 8, 1, 4
+    try:
+        check_transfer_backend("mooncake")
+    except PreflightError as error:
+        print(f"check_pd: error: {error}", file=sys.stderr)
+        return 2
     figures: dict[str, float] = {}
     for name in chosen:
         print(f"-- {name}", flush=True)

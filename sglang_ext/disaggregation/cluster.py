@@ -1,6 +1,7 @@
 """Server processes that belong together: started, watched, started again, and stopped together."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -14,6 +15,8 @@ from sglang_ext.started_server import is_ready
 START_TIMEOUT_S = 900.0
 _POLL_S = 0.5
 _SHOWN_LINES = 15
+# The last line of a traceback, or of a refusal, anywhere in what a process printed.
+_REASON = re.compile(r"^(?:[\w.]*(?:Error|Exception)|sglang-ext serve: error): .+", re.MULTILINE)
 # One that ends before it was ready so often in a row will not come up.
 _MOST_FAILED_STARTS = 3
 
@@ -64,11 +67,15 @@ class Member:
         return self.process.poll()
 
     def tail(self) -> str:
-        """The last lines that it printed."""
+        """The last lines that it printed, then the last error, if it is none of them."""
         if self.log is None or not self.log.exists():
             return ""
-        lines = self.log.read_text(errors="replace").strip().splitlines()
-        return "\n".join(lines[-_SHOWN_LINES:])
+        text = self.log.read_text(errors="replace").strip()
+        shown = text.splitlines()[-_SHOWN_LINES:]
+        errors = _REASON.findall(text)
+        if errors and errors[-1] != shown[-1]:
+            shown.append(f"{self.name}: {errors[-1]}")
+        return "\n".join(shown)
 
 
 class Cluster:

@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_ext import options
 from sglang_ext.disaggregation.cluster import Cluster, ClusterError, Member
+from sglang_ext.disaggregation.transfer import BACKENDS, check_transfer_backend
 from sglang_ext.flags import flag_value, whole_number
 from sglang_ext.preflight import PreflightError, check_port
 from sglang_ext.processes import end_as_ctrl_c, free_port
@@ -30,10 +31,6 @@ _ROUTERS = {
 }
 # The headers that the Rust router passes on begin so (Authorization is one more).
 _RUST_CARRIES = "x-request-id-"
-_PACKAGES = {
-    "mooncake": "mooncake-transfer-engine (with a GPU) or mooncake-transfer-engine-non-cuda",
-    "nixl": "nixl",
-}
 
 
 def add_commands(commands: Any) -> None:
@@ -59,7 +56,7 @@ def add_commands(commands: Any) -> None:
     command.add_argument("--prefill-flags", default="", help="further flags of prefill servers")
     command.add_argument("--decode-flags", default="", help="further flags of decode servers")
     command.add_argument(
-        "--transfer-backend", choices=tuple(_PACKAGES), default="mooncake",
+        "--transfer-backend", choices=tuple(BACKENDS), default="mooncake",
         help="what moves the KV [%(default)s]",
     )  # fmt: skip
     command.add_argument(
@@ -113,16 +110,12 @@ def check_command(args: argparse.Namespace) -> None:
         for name in _OWN_FLAGS:
             if flag_value(flags, name) is not None:
                 raise PreflightError(f"{name} is set by `sglang-ext pd` for each of its servers")
-    if find_spec(args.transfer_backend) is None:
-        raise PreflightError(
-            f"--transfer-backend {args.transfer_backend} needs the package "
-            f"{_PACKAGES[args.transfer_backend]}: pip install 'sglang-ext[pd]'"
-        )
     if find_spec("sglang_router") is None:
         raise PreflightError("the router needs sglang-router: pip install 'sglang-ext[pd]'")
     if args.router == "rust":
         _check_rust_router(options.export_flags(args, dict(os.environ)).namespace_header)
     check_port(args.host, args.port)
+    check_transfer_backend(args.transfer_backend)
 
 
 def _check_rust_router(namespace_header: str) -> None:

@@ -67,6 +67,23 @@ def test_one_that_does_not_start_ends_all_with_its_last_words(tmp_path: Path) ->
     assert not is_up(good.url)
 
 
+def test_the_last_line_is_the_reason(tmp_path: Path) -> None:
+    words = "raise RuntimeError('no room\\nat all')"
+    fails = Member("decode 1", [sys.executable, "-c", words], f"http://127.0.0.1:{free_port()}")
+    noisy = Member(
+        "decode 2",
+        [sys.executable, "-c", "print('ValueError: no model\\nkilled'); raise SystemExit(1)"],
+        fails.url,
+    )
+    for broken, reason in ((fails, "RuntimeError: no room"), (noisy, "ValueError: no model")):
+        with (
+            pytest.raises(ClusterError) as caught,
+            Cluster([broken], tmp_path, print, restart=True) as cluster,
+        ):
+            cluster.wait()
+        assert str(caught.value).splitlines()[-1] == f"{broken.name}: {reason}"
+
+
 def kill_soon(members: list[Member]) -> None:
     def kill() -> None:
         assert members[0].process is not None

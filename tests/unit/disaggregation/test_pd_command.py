@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from sglang_ext import cli, disaggregation
-from sglang_ext.disaggregation import command
+from sglang_ext.disaggregation import command, transfer
 from sglang_ext.disaggregation.command import check_command, plan_members
 from sglang_ext.preflight import PreflightError
 from sglang_ext.processes import free_port
@@ -17,6 +17,13 @@ def parsed(*argv: str) -> argparse.Namespace:
     disaggregation.add_commands(parser.add_subparsers())
     args, args.rest = parser.parse_known_args(["pd", *argv])
     return args
+
+
+def packages_are_there(monkeypatch, missing: str = "") -> None:
+    """Have the packages found, but for one, and the transfer backend loaded."""
+    for module in (command, transfer):
+        monkeypatch.setattr(module, "find_spec", lambda name: None if name == missing else object())
+    monkeypatch.setitem(transfer.BACKENDS, "mooncake", ("mooncake-transfer-engine", "sys"))
 
 
 def commands(*argv: str) -> dict[str, str]:
@@ -64,20 +71,20 @@ def test_decode_servers_share_a_datastore_and_prefill_servers_have_none():
     ],
 )
 def test_refusals(argv, message, monkeypatch):
-    monkeypatch.setattr(command, "find_spec", lambda name: object())
+    packages_are_there(monkeypatch)
     with pytest.raises(PreflightError, match=message):
         check_command(parsed(*argv))
 
 
 @pytest.mark.parametrize("package", ["mooncake", "sglang_router"])
 def test_a_missing_package_is_named(package, monkeypatch):
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == package else object())
+    packages_are_there(monkeypatch, missing=package)
     with pytest.raises(PreflightError, match=package.replace("_", "-")):
         check_command(parsed("--model", "m"))
 
 
 def test_a_taken_port_is_a_usage_error(monkeypatch, capsys):
-    monkeypatch.setattr(command, "find_spec", lambda name: object())
+    packages_are_there(monkeypatch)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -96,7 +103,7 @@ def test_wrong_numbers_are_usage_errors(argv, capsys):
 
 
 def test_the_rust_router_is_refused_with_a_header_that_it_drops(monkeypatch):
-    monkeypatch.setattr(command, "find_spec", lambda name: object())
+    packages_are_there(monkeypatch)
     monkeypatch.delenv("SGLANG_EXT_NAMESPACE_HEADER", raising=False)
     argv = ["--model", "m", "--router", "rust", "--port", str(free_port())]
     with pytest.raises(PreflightError, match="does not pass the header x-sglang-ext-namespace on"):
@@ -113,3 +120,21 @@ def test_each_router_is_the_one_that_carries_headers():
     assert "sglang_ext.disaggregation.mini_router --mini-lb" in commands("--model", "m")["router"]
     rust = commands("--model", "m", "--router", "rust")["router"]
     assert "sglang_router.launch_router --pd" in rust and "--mini-lb" not in rust
+
+
+def test_a_system_library_that_cannot_be_loaded_is_named_at_once(tmp_path, monkeypatch, capsys):
+    """Mooncake's own module, with an empty file found in the place of a library that it needs."""
+    pytest.importorskip("mooncake", exc_type=ImportError)
+    (tmp_path / "libibverbs.so.1").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setattr(command, "plan_members", lambda args: pytest.fail("started"))
+    assert cli.main(["pd", "--model", "m", "--port", str(free_port())]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("sglang-ext pd: error: --transfer-backend mooncake: the library libib")
+    assert "apt install libibverbs1 librdmacm1" in last
+
+
+def test_a_backend_that_fails_otherwise_is_told_in_its_own_words(monkeypatch):
+    monkeypatch.setitem(transfer.BACKENDS, "mooncake", ("m", "no_such_module_of_mooncake"))
+    with pytest.raises(PreflightError, match="No module named 'no_such_module_of_mooncake'"):
+        transfer.check_transfer_backend("mooncake")
