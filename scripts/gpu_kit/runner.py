@@ -23,7 +23,7 @@ PARTS = {
 }
 _NEEDS_GPU = "needs a GPU"
 _ADDS_NOTHING = (
-    "left out of the dry run for its time: on a CPU it runs the code that other parts run"
+    "left out of the dry run for its time: other parts run the same code on a CPU"
 )
 # What the dry run leaves out, and why.
 NOT_ON_CPU = {
