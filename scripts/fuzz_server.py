@@ -5,9 +5,9 @@ block a valid request must give the tokens that it gave at first. With the seed 
 makes the request: --offset goes on where a run was ended, and `--offset N --requests 1` sends one
 again. What fails is printed, and goes to --failures as a line of JSON.
 
-Memory is that of all of the server's processes (PSS), at the end against after the first 500
-requests, when pools and caches have filled. A server that is started here is started again after it
-died.
+Memory is that of all of the server's processes (PSS), at the end against after the first 1200
+requests, two blocks of each class, when pools and caches have filled. A server that is started
+here is started again after it died.
 
     python -m scripts.fuzz_server [--requests 10000] [--seed 0] [--offset 0] [--url URL] [--pid PID]
         [--failures FILE] [--quick]
@@ -32,8 +32,8 @@ from scripts.server import Server
 from sglang_ext import processes
 
 BLOCK = 50
-WARM_UP = 500
-QUICK_REQUESTS = 1200
+WARM_UP = 1200
+QUICK_REQUESTS = 2400
 _PARALLEL = 8
 _MIB = 1 << 20
 _MODEL = "smollm2-135m-instruct"

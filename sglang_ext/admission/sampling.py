@@ -48,14 +48,15 @@ def check_sampling(params: Any, vocab_size: int) -> None:
         vocab_size: of the model; token ids are 0 to vocab_size - 1.
 
     Raises:
-        AdmissionError: a name is unknown, or a value is of the wrong type or out of bounds.
+        AdmissionError: a name is SGLang's own, or a value is of the wrong type or out of bounds.
     """
     if not isinstance(params, Mapping):
         raise AdmissionError(f"sampling_params must be an object, got {shown(params)}")
     for name, value in params.items():
-        if name not in _types() or name in _INTERNAL:
+        if name in _INTERNAL:
             raise AdmissionError(f"sampling_params has no field {shown(name)}")
-        if value is not None:
+        # Other names are for a processor (Whisper's language), or SGLang refuses them itself.
+        if value is not None and name in _types():
             _check_type(name, value)
     _check_numbers(params)
     _check_token_ids(params, vocab_size)

@@ -44,7 +44,7 @@ def nested(depth):
         ({"json_schema": "[" * 65}, "nested deeper"),
         ({"regex": "a" * 70_000}, "longer than"),
         ({"is_normalized": True}, "no field"),
-        ({"nonsense": 1}, "no field"),
+        ({"stop_strs": ["a"]}, "no field"),
         ({"custom_params": "x"}, "custom_params must be an object"),
         ({"custom_params": [1]}, "custom_params must be an object"),
         ({"custom_params": {"a": nested(900)}}, "nested deeper than 32"),
@@ -60,6 +60,7 @@ def test_what_would_hurt_a_scheduler_is_refused(params, message):
     "params",
     [
         {},
+        {"language": "en", "timestamp_granularities": ["word"]},  # of Whisper's processor
         {"temperature": 0, "max_new_tokens": 5, "top_k": -1, "stop": ["a", "\n"]},
         {"stop_token_ids": [0, 99, None], "min_new_tokens": 3, "ignore_eos": 1},
         {"logit_bias": {"0": -1e9, "99": 100}, "repetition_penalty": 1.3, "top_p": None},
