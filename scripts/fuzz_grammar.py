@@ -122,6 +122,12 @@ _GENERATE: dict[str, Any] = {
     "return_indexer_topk": st.booleans(), "mm_processor_kwargs": JUNK, "log_metrics": JUNK,
     "background": JUNK, "no_logs": JUNK, "routing_key": _TEXTS, "return_bytes": JUNK,
 }  # fmt: skip
+# Of SGLang's sessions, which /open_session opens.
+_SESSION_PARAMS = st.fixed_dictionaries(
+    {"id": st.just("s")},
+    optional={"rid": st.sampled_from(["r", "nobody"]), "offset": _NUMBERS,
+              "replace": st.booleans(), "drop_previous_output": st.booleans()},
+) | JUNK  # fmt: skip
 _PROMPTS = st.one_of(
     st.sampled_from(["The sky is", "a", "", "\ud800"]), st.lists(_TEXTS, max_size=3), JUNK
 )
@@ -315,7 +321,10 @@ def classes(model: str) -> dict[str, Any]:
             lambda path, body: FuzzRequest("others", "POST", path, body),
             other_paths, mutated({"model": model, "input": "Hi"}, others, 5)),
         "sessions": _posts("sessions", "/open_session", mutated(
-            {"capacity_of_str_len": 1000}, session))
+            {"capacity_of_str_len": 1000, "session_id": "s"}, session))
+        | _posts("sessions", "/generate", st.builds(
+            lambda body, params, rid: {**body, "session_params": params, "rid": rid},
+            _generate(), _SESSION_PARAMS, st.sampled_from(["r", None])))
         | _posts("sessions", "/close_session", mutated({"session_id": "s"}, session)),
         "translation": _posts("translation", "/v1/translation/sessions", _translation())
         | _posts("translation", "/v1/translation/sessions/{session}/updates", _updates())
