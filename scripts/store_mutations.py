@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from datastores import Datastore
+from datastores.manifest import is_name
 from datastores.wal import framed, new_header
 
 VOCAB = 500
@@ -137,7 +138,9 @@ def _wrong_value(content: Any, rng: np.random.Generator) -> Any:
         elif how == 1 and isinstance(at, dict):
             at["strange"] = 1
         else:
-            at[key] = _ODD[int(rng.integers(len(_ODD)))]
+            # Another owner that is a name makes another right file, which nothing can tell.
+            odd = [v for v in _ODD if key not in ("owner", "corpus") or not is_name(v)]
+            at[key] = odd[int(rng.integers(len(odd)))]
         break
     return content
 
