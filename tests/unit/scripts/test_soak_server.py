@@ -1,0 +1,89 @@
+"""What the soak makes of its samples, and what its requests take for an error."""
+
+import asyncio
+import os
+import random
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from scripts.prompts import Prompt
+from scripts.soak_client import Soak
+from scripts.soak_requests import Traffic
+from scripts.soak_server import LIMITS, Sample, growth_figures, limits_broken, table
+
+
+def samples(rss) -> list[Sample]:
+    return [Sample(n / 10, rss(n / 10), 50 + (n > 70), 100, 20 + n) for n in range(100)]
+
+
+def test_memory_that_levels_off_has_no_slope_and_a_leak_has_its_own():
+    flat = growth_figures(samples(lambda minute: 1000 + min(300, 100 * minute)))
+    assert flat["rss_slope_mib_per_minute_second_half"] == pytest.approx(0)
+    leak = growth_figures(samples(lambda minute: 1000 + 3 * minute))
+    assert leak["rss_slope_mib_per_minute_second_half"] == pytest.approx(3)
+    assert leak["rss_growth_mib"] == pytest.approx(12)
+    assert leak["threads_growth"] == 1 and leak["files_growth"] == 0
+    assert leak["sockets_growth"] == 40
+
+
+def test_each_limit_that_is_broken_is_named():
+    figures = growth_figures(samples(lambda minute: 3 * minute))
+    figures |= {"unprovoked_errors": 1, "wrong_outputs": 0}
+    assert [line.split()[0] for line in limits_broken(figures)] == [
+        "rss_slope_mib_per_minute_second_half", "unprovoked_errors", "sockets_growth",
+    ]  # fmt: skip
+    assert not limits_broken(dict.fromkeys(LIMITS, 0.0))
+
+
+def test_a_sample_sees_this_process_and_the_table_shows_it():
+    sample = Sample.of(os.getpid(), 0.5)
+    assert sample.rss_mib > 1 and sample.threads >= 1 and sample.files >= 3
+    with open(os.devnull) as _, open(os.devnull) as _:
+        assert Sample.of(os.getpid(), 1).files == sample.files + 2
+    assert len(table([sample] * 40).splitlines()) == 13
+
+
+def traffic_against(answer, kind: str, times: int):
+    """The tally after so many requests of a kind to a server that answers by `answer`."""
+
+    async def run():
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        async with aiohttp.ClientSession() as http:
+            soak = Soak(f"http://127.0.0.1:{port}", http, random.Random(0))
+            traffic = Traffic(soak, [Prompt("c", "", (1, 2))], "m")
+            traffic.kinds = {getattr(traffic, kind): 1}
+            for _ in range(times):
+                await traffic.one()
+        await runner.cleanup()
+        return soak.tally.counts
+
+    return asyncio.run(run())
+
+
+def test_a_greedy_output_that_changes_is_wrong():
+    outputs = iter([[5, 6], [5, 6], [5, 7]])
+
+    async def answer(request):
+        return web.json_response({"output_ids": next(outputs)})
+
+    counts = traffic_against(answer, "greedy", 3)
+    assert counts["wrong_outputs"] == 1 and counts["unprovoked_errors"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "errors"),
+    [("flush", 400, 0), ("flush", 500, 2), ("varied", 400, 2), ("delete", 500, 2)],
+)
+def test_what_is_provoked_is_no_error(kind, status, errors):
+    async def answer(request):
+        return web.json_response({}, status=status)
+
+    assert traffic_against(answer, kind, 2)["unprovoked_errors"] == errors
