@@ -29,13 +29,18 @@ _PARAMS: dict[str, dict[str, Any]] = {
 }
 
 
-def speech_jobs(clips: int) -> list[Job]:
-    """Each clip in every mode, the modes taking turns."""
+def speech_jobs(clips: int, every_mode: bool = True) -> list[Job]:
+    """The modes taking turns.
+
+    Args:
+        every_mode: each clip in every mode; else every clip in half of them, the next one in the
+            other half.
+    """
     speech = [Speech.of(c) for c in read_clips(FOLDER) if c.seconds < _LONGEST_S][:clips]
     modes = list(_PARAMS.values())
     return [
         Job("specasr", _body(clip), modes[(i + turn) % len(modes)])
-        for turn in range(len(modes))
+        for turn in range(0, len(modes), 1 if every_mode else 2)
         for i, clip in enumerate(speech)
     ]
 
@@ -68,7 +73,7 @@ def whisper_figures(quick: bool) -> dict[str, float]:
         emulated_known_steps_specasr (steps whose tokens a prefill had shown), and requests that
         are still running (emulated_stuck_specasr).
     """
-    jobs = speech_jobs(2 if quick else 8)
+    jobs = speech_jobs(2 if quick else 8, not quick)
     with one_thread():
         # One after the other: each takes 4 GB.
         with plain_whisper() as plain:

@@ -23,7 +23,7 @@ def main() -> int:
 
         if args.pack:
             return carry.pack(args.pack, args.prebuilt)
-        return carry.list_carry(args.json, args.prebuilt)
+        return carry.list_carry(args.json, args.prebuilt, args.fast)
     if args.unpack:
         from scripts.gpu_kit import unpack
 
@@ -88,6 +88,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="where the checkpoint is written [TMPDIR]")
     parser.add_argument("--prebuilt", type=Path, metavar="DIR", help="kernels to bring: prebuild")
     parser.add_argument("--into", type=Path, default=Path("site"), help="--unpack's folder [site]")
+    parser.add_argument("--fast", action="store_true", help="--list-carry: an upper bound")
     parser.add_argument("--json", type=Path, metavar="FILE", help="--list-carry's figures")
     return parser.parse_args()
 

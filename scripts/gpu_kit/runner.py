@@ -22,9 +22,7 @@ PARTS = {
     "trace": ["steps"],
 }
 _NEEDS_GPU = "needs a GPU"
-_ADDS_NOTHING = (
-    "left out of the dry run for its time: other parts run the same code on a CPU"
-)
+_ADDS_NOTHING = "left out of the dry run for its time: other parts run the same code on a CPU"
 # What the dry run leaves out, and why.
 NOT_ON_CPU = {
     "lossless": {"without_overlap": _ADDS_NOTHING, "without_graphs": _NEEDS_GPU},

@@ -355,19 +355,22 @@ def test_the_total_is_rounded_up():
 
 
 def test_too_large_an_archive_is_refused_before_it_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(carry, "collect", lambda folder, prebuilt: items())
+    monkeypatch.setattr(carry, "collect", lambda prebuilt: items())
     monkeypatch.setattr(carry, "_tree_mib", lambda: 64.0)
     assert carry.pack(tmp_path / "kit.tar.xz", None) == 1
     assert "the limit is 64" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_sizes_are_listed_by_group_with_their_total(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(carry, "collect", lambda folder, prebuilt: items())
+    monkeypatch.setattr(carry, "collect", lambda prebuilt: items())
     monkeypatch.setattr(carry, "_tree_mib", lambda: 2.0)
     assert carry.list_carry(tmp_path / "f.json", None) == 0
     written = json.loads((tmp_path / "f.json").read_text())
     assert 2.0 < written["figures"]["carry_mib"] < 2.1
     assert set(written["groups"]) == {"a", "b", "this repository's tracked files"}
+    assert carry.list_carry(tmp_path / "fast.json", None, fast=True) == 0
+    bound = json.loads((tmp_path / "fast.json").read_text())["figures"]["carry_mib"]
+    assert bound >= written["figures"]["carry_mib"]
 
 
 def test_of_a_package_caches_tests_and_large_libraries_stay_behind():
