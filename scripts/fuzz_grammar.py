@@ -343,13 +343,18 @@ def shortened(request: FuzzRequest, most: int) -> FuzzRequest:
     return replace(request, body=_shortened(request.body, most))
 
 
-def _shortened(value: Any, most: int) -> Any:
+def _shortened(value: Any, most: int, levels: int = 4) -> Any:
+    """Lengths stand within the first levels; what is nested deeper is left as it is."""
+    if levels == 0:
+        return value
     if isinstance(value, list):
-        return [_shortened(v, most) for v in value]
+        return [_shortened(v, most, levels - 1) for v in value]
     if not isinstance(value, dict):
         return value
     return {
-        k: most if k in _LENGTHS and type(v) is int and most < v < 1 << 31 else _shortened(v, most)
+        k: most
+        if k in _LENGTHS and type(v) is int and most < v < 1 << 31
+        else _shortened(v, most, levels - 1)
         for k, v in value.items()
     }
 
