@@ -21,7 +21,7 @@ FINGERPRINT = "t"
 CLASSES = ("flip", "cut", "splice", "container", "manifest", "log", "names")
 _PAGE = 4096
 # What no field may hold, of any type.
-_ODD = (
+_ODD: tuple[Any, ...] = (
     None, True, -1, 0.5, 1 << 64, 1 << 70, "", "x", "\ud800", "x" * 600, "../../precious.txt",
     "/etc/passwd", "sub-1.idx\0", [], [[]], {}, {"a": 1}, float("inf"),
 )  # fmt: skip
