@@ -42,6 +42,8 @@ class Traffic:
     def __init__(self, soak: Soak, prompts: Sequence[Prompt], model: str):
         self.soak, self.rng, self.prompts, self.model = soak, soak.rng, prompts, model
         self._known: dict[int, list[int]] = {}
+        # Names that nobody guesses: with others a beta above 0 is refused.
+        self._sessions = [str(uuid.uuid4()) for _ in range(200)]
         self.kinds: dict[Callable[[], Awaitable[None]], int] = {
             self.greedy: 6, self.varied: 6, self.chat: 3, self.streamed: 4, self.logprobs: 2,
             self.session: 3, self.leave: 4, self.abort: 3, self.delete: 1, self.flush: 1,
@@ -97,7 +99,7 @@ class Traffic:
 
     async def session(self) -> None:
         """A re-translation of some session."""
-        ssbd = {"session": f"soak-{self.rng.randrange(200)}", "beta": self.rng.choice((0, 0.2))}
+        ssbd = {"session": self.rng.choice(self._sessions), "beta": self.rng.choice((0, 0.2))}
         await self._generate(self._any(), {"custom_params": {"drafter": "ssbd", "ssbd": ssbd}})
 
     async def leave(self) -> None:
@@ -145,7 +147,9 @@ class Traffic:
     ) -> Any:
         name = self.rng.choice((None, *NAMESPACES))
         headers = None if name is None else {NAMESPACE_HEADER: name}
-        return await self._post("/generate", self._body(number, sampling) | (more or {}), headers)
+        return await self._post(
+            "/generate", self._body(number, sampling) | dict(more or {}), headers
+        )
 
     async def _post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Any:
         status, answer = await self.soak.call("POST", path, body, headers)
