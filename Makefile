@@ -9,11 +9,12 @@ BIN := $(VENV)/bin
 demo: setup
 	$(BIN)/python -m scripts.demo
 
-test: setup lint
-	$(BIN)/python -m pytest tests
+# Servers use every core: their tests come alone, behind those that can share the machine.
+test: lint unit
+	$(BIN)/python -m pytest tests --ignore tests/unit
 
 unit: setup
-	$(BIN)/python -m pytest tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -n auto --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .
