@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 from sglang_ext import audio_processor
-from sglang_ext.admission import hooks as admission
 from sglang_ext.options import Options
 
 ALGORITHM = "SSSD"
@@ -42,6 +41,8 @@ def register() -> None:
         cpu.register()
     _check_request_options()
     if multiprocessing.parent_process() is None or in_http_worker:
+        from sglang_ext.admission import hooks as admission
+
         admission.register(_is_ours)
     _open_corpus_endpoints()
     _widen_request_rows()

@@ -26,9 +26,10 @@ m.note_width(2.5)
 m.note_drafting(0.0003)
 m.set_budget(40, 8)
 info = SimpleNamespace(namespaces={"a": 5, "b": 6}, corpora={"c": 7}, nbytes=90, disk_bytes=80,
-                       ingest_lag=0.5, dropped_documents=3)
+                       ingest_lag=0.5, dropped_documents=3, background_failures=1,
+                       pending_deletions=2)
 m.set_datastore(info)
-info.dropped_documents = 4
+info.dropped_documents, info.background_failures = 4, 3
 m.set_datastore(info)
 assert m.gauges_due() and not m.gauges_due()
 registry = CollectorRegistry()
@@ -64,6 +65,8 @@ def test_series_in_multiprocess_mode(tmp_path):
     assert value("datastore_namespaces") == 2
     assert value("datastore_ingest_lag_seconds") == 0.5
     assert value("datastore_dropped_documents_total") == 4
+    assert value("datastore_background_failures_total") == 3
+    assert value("datastore_pending_deletions") == 2
 
 
 def test_the_budget_is_logged_now_and_then(monkeypatch, caplog):
