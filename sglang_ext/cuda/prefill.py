@@ -202,7 +202,8 @@ class DevicePrefill:
         """Slots for drafts, behind each prompt's own; None: there is no room.
 
         As alloc_for_spec_decode (mem_cache/allocation.py) does for a decode step, which then finds
-        them reserved.
+        them reserved. The rows are written on the forward stream; what the scheduler does with them
+        later waits behind this pass (Scheduler._apply_war_barrier in managers/scheduler.py).
         """
         total = int(lens.sum())
         free = getattr(self._allocator, "free_pages", None)
