@@ -138,8 +138,10 @@ def _wrong_value(content: Any, rng: np.random.Generator) -> Any:
         elif how == 1 and isinstance(at, dict):
             at["strange"] = 1
         else:
-            # Another owner that is a name makes another right file, which nothing can tell.
-            odd = [v for v in _ODD if key not in ("owner", "corpus") or not is_name(v)]
+            # Another owner that is a name makes another right file, which nothing can tell; so does
+            # a corpus that is told to be a namespace.
+            legal = {"owner": is_name, "corpus": lambda v: v is None or is_name(v)}.get(str(key))
+            odd = [v for v in _ODD if legal is None or not legal(v)]
             at[key] = odd[int(rng.integers(len(odd)))]
         break
     return content
