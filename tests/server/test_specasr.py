@@ -40,8 +40,10 @@ def specasr(plain) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("in_flight", [1, CLIPS])
-@pytest.mark.parametrize("mode", [*MODES, "random", "auto"])
+@pytest.mark.parametrize(
+    ("mode", "in_flight"),
+    [*((mode, CLIPS) for mode in [*MODES, "random", "auto"]), ("AR", 1), ("TSP", 1), ("auto", 1)],
+)
 def test_tokens_are_plain_sglangs(mode, in_flight, specasr, speech, plain):
     params = {
         "random": {"drafter": "random", "budget": "fixed"},
