@@ -49,13 +49,21 @@ def attack() -> np.ndarray:
     """int32: tokens of an output in which whole records stand, of all formats, as uint16."""
     document = _PAYLOAD.pack(1, 1 << 40, NO_DIGEST, len(_VICTIM)) + _VICTIM.encode()
     deletion = _PAYLOAD.pack(2, 1 << 40, NO_DIGEST, 0)
-    guessed, _ = new_header(VOCAB, FINGERPRINT)
+    guessed = _guessed_key()
     parts = []
     for payload in (document + b"\x01\x00\x02\x00", deletion):
         parts.append(_fitting(payload, lambda p: _framed_v1(p)))
         parts.append(_fitting(payload, lambda p: framed(bytes(16), 0, p)))
         parts.append(_fitting(payload, lambda p: framed(guessed, 52, p)))
     return np.frombuffer(b"".join(parts), np.uint16).astype(np.int32)
+
+
+def _guessed_key() -> bytes:
+    """A key as an attacker may guess one, all of whose uint16 are tokens: it opens a record."""
+    while True:
+        key, _ = new_header(VOCAB, FINGERPRINT)
+        if np.frombuffer(key, np.uint16).max() < VOCAB:
+            return key
 
 
 def _fitting(payload: bytes, frame) -> bytes:
