@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_ext.bias import Expected, prefer_next_tokens
 from sglang_ext.encoder_decoder import DecoderTimer, decoder_starts
 from sglang_ext.known_tokens import KnownHead, KnownTable, KnownTokens
 from sglang_ext.prefill_drafts import (
     can_read_drafts,
+    prefill_plainly,
     prefill_with_drafts,
     write_known,
 )
@@ -69,8 +69,7 @@ class HostPrefill:
             if drafted is not None:
                 return drafted
         start = self._start()
-        result = self._target.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
-        prefer_next_tokens(result, batch, Expected.of_next_tokens(biases))
+        result = prefill_plainly(self._target, batch, biases, pp_proxy_tensors)
         self._note(start)
         return result
 

@@ -11,7 +11,8 @@ chain. Our attention gives a token the same bits in either (cpu/attention_kernel
 is a longer prompt (cuda/prefill.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
-from sglang_ext.bias import BiasedRows, Expected
+from sglang_ext.bias import BiasedRows, Expected, prefer_next_tokens
 from sglang_ext.drafters import Bias
 from sglang_ext.known_tokens import KnownTokens, right_tokens
 from sglang_ext.ragged import needs_every_row
@@ -70,6 +71,29 @@ def can_read_drafts(batch: "ScheduleBatch") -> bool:
     )
 
 
+def prefill_plainly(
+    target: "TpModelWorker",
+    batch: "ScheduleBatch",
+    biases: Sequence[Bias | None],
+    pp_proxy_tensors: Any,
+) -> "GenerationBatchResult":
+    """Run the prefill of `batch` as SGLang does; `biases` hold for its requests' first tokens."""
+    result = target.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
+    prefer_next_tokens(result, batch, Expected.of_next_tokens(biases))
+    return result
+
+
+@contextmanager
+def put_back(batch: "ScheduleBatch", names: Sequence[str]) -> Iterator[None]:
+    """What is set of these fields of a batch inside is undone at the end."""
+    before = {name: getattr(batch, name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(batch, name, value)
+
+
 def prefill_with_drafts(
     target: "TpModelWorker",
     allocator: Any,
@@ -91,10 +115,10 @@ def prefill_with_drafts(
     slots = allocator.alloc(sum(map(len, drafts)))
     if slots is None:
         return None
-    before = {name: getattr(batch, name) for name in _CHANGED}
     try:
-        _join(batch, drafts, slots)
-        result = target.forward_batch_generation(batch, is_verify=True)
+        with put_back(batch, _CHANGED):
+            _join(batch, drafts, slots)
+            result = target.forward_batch_generation(batch, is_verify=True)
         logits = result.logits_output.next_token_logits
         said = torch.argmax(logits, dim=-1)
         lens = [len(draft) + 1 for draft in drafts]
@@ -109,8 +133,6 @@ def prefill_with_drafts(
         pool = allocator.get_kvcache()
         known = [_known(*each, pool) for each in zip(drafts, predicted, lent, strict=True)]
     finally:
-        for name, value in before.items():
-            setattr(batch, name, value)
         allocator.free(slots)
     roots = torch.from_numpy(ends - lens)
     result.logits_output.next_token_logits = logits[roots]

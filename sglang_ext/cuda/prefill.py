@@ -21,11 +21,10 @@ from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_utils import record_stream_each
 
-from sglang_ext.bias import Expected, prefer_next_tokens
 from sglang_ext.cuda.staging import to_device
 from sglang_ext.encoder_decoder import decoder_starts
 from sglang_ext.known_tokens import KnownHead, KnownTable, KnownTokens, right_tokens
-from sglang_ext.prefill_drafts import can_read_drafts
+from sglang_ext.prefill_drafts import can_read_drafts, prefill_plainly, put_back
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -102,9 +101,7 @@ class DevicePrefill:
             result = self._run_with_drafts(batch)
             if result is not None:
                 return result
-        result = self._target.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
-        prefer_next_tokens(result, batch, Expected.of_next_tokens(biases))
-        return result
+        return prefill_plainly(self._target, batch, biases, pp_proxy_tensors)
 
     def launched(self, result: "StepResult") -> None:
         """`result` is what SGLang gets of the last prefill: its readback brings what was said."""
@@ -179,15 +176,10 @@ class DevicePrefill:
         slots = self._reserve(batch, lens, more)
         if slots is None:
             return None
-        before = {name: getattr(batch, name) for name in _CHANGED}
-        try:
+        with put_back(batch, _CHANGED), _logits_of(self._target.model_runner.model, rows):
             _lengthen(batch, tokens, slots, more, lens)
-            with _logits_of(self._target.model_runner.model, rows):
-                # Nothing is sampled: requests here are greedy.
-                result = self._target.forward_batch_generation(batch, is_verify=True)
-        finally:
-            for name, value in before.items():
-                setattr(batch, name, value)
+            # Nothing is sampled: requests here are greedy.
+            result = self._target.forward_batch_generation(batch, is_verify=True)
         logits = result.logits_output.next_token_logits
         said = torch.argmax(logits, dim=-1)[at]
         result.logits_output.next_token_logits = logits[at[:, 0]]

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from scripts.emulation.overlap_loop import Allocator, LogitsOfStates, _assign_slots
+from sglang_ext import prefill_drafts
 from sglang_ext.cuda import prefill as module
 from sglang_ext.cuda.prefill import DevicePrefill
 from sglang_ext.drafters import Bias
@@ -184,7 +185,7 @@ def plainly(prefill, batch, biases=UNBIASED, plain=False):
 
 
 def test_where_no_draft_may_be_read_the_prefill_is_sglangs(monkeypatch):
-    monkeypatch.setattr(module, "prefer_next_tokens", lambda *_: None)
+    monkeypatch.setattr(prefill_drafts, "prefer_next_tokens", lambda *_: None)
     plainly(made(monkeypatch, [6], [30]), prefill_batch("a", "b"), plain=True)
     plainly(made(monkeypatch, [6], [30]), prefill_batch("a", "b"), biases=[Bias([6], 0.5), None])
     plainly(made(monkeypatch, [6], [30], encodes=False), prefill_batch("a", "b"))
