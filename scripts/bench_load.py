@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from scripts.figures import parser, report
 from scripts.prompts import spec_bench
 from scripts.server import Server
+from sglang_ext.processes import end_with_parent
 from sglang_ext.sweep.load import Load, run_batch
 from sglang_ext.sweep.workloads import Item
 
@@ -65,6 +66,7 @@ def _chunk(content: bytes) -> bytes:
 
 def serve_fast(tokens: int, port: Connection) -> None:
     """Serve until the process is ended; `port` gets the port's number."""
+    end_with_parent()
     chunks = [_chunk(event(n, n == tokens)) for n in range(1, tokens + 1)]
     chunks.append(_chunk(_DONE) + b"0\r\n\r\n")
     streams: dict[asyncio.StreamWriter, int] = {}

@@ -12,15 +12,16 @@ acknowledged output is looked for, and the next process must open it and draft f
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import IO
 
 import numpy as np
+import psutil
 from tqdm import tqdm
 
 from datastores import Datastore, verify_folder
@@ -29,6 +30,7 @@ from scripts.client import generate
 from scripts.figures import parser, report
 from scripts.prompts import spec_bench
 from scripts.server import Server
+from sglang_ext import processes
 from sglang_ext.drafters import DrafterContext, DraftRequest
 from sglang_ext.drafters.retrieval import PROMPT_TAIL, RetrievalDrafter
 from sglang_ext.options import Options
@@ -107,20 +109,20 @@ def drafts_from(drafter: RetrievalDrafter, k: int) -> bool:
 def kill_drafting_processes(folder: str, kills: int, rng: random.Random) -> dict[str, int]:
     lost = corrupt = failed = acknowledged = tokens = 0
     for _ in tqdm(range(kills), desc="kills", disable=None):
-        child = subprocess.Popen(
+        supervisor = processes.start(
             [sys.executable, "-m", "scripts.crash_test", "--child", folder, str(acknowledged)],
             stdout=subprocess.PIPE,
-            text=True,
         )
-        assert child.stdout is not None
-        if child.stdout.readline() != "serves\n":
+        assert supervisor.stdout is not None
+        if supervisor.stdout.readline() != b"serves\n":
             failed += 1
         numbers: list[int] = []
-        reader = threading.Thread(target=_read_numbers, args=(child.stdout, numbers))
+        reader = threading.Thread(target=_read_numbers, args=(supervisor.stdout, numbers))
         reader.start()
         time.sleep(rng.uniform(0, LONGEST_LIFE_S))
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+        for child in psutil.Process(supervisor.pid).children():  # none: it ended by itself
+            child.kill()
+        supervisor.wait()  # until what the child started, which folds, has ended too
         reader.join()
         acknowledged = max([acknowledged, *(k + 1 for k in numbers)])
         corrupt += len(verify_folder(folder)) if os.path.isdir(folder) else 0
@@ -130,9 +132,9 @@ def kill_drafting_processes(folder: str, kills: int, rng: random.Random) -> dict
     return {"kills": kills, "lost": lost, "corrupt": corrupt, "failed_restarts": failed}
 
 
-def _read_numbers(stream, numbers: list[int]) -> None:
+def _read_numbers(stream: IO[bytes], numbers: list[int]) -> None:
     for line in stream:
-        if line.endswith("\n"):
+        if line.endswith(b"\n"):
             numbers.append(int(line))
 
 

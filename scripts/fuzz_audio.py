@@ -34,6 +34,7 @@ from scripts.audio_seeds import missing, seeds
 from scripts.figures import parser, report
 from scripts.fuzz_audio_live import LiveRun
 from scripts.server import Server
+from sglang_ext.processes import end_with_parent
 from speech.audio import BLOCK_SAMPLES, SAMPLE_RATE
 from speech.audio_errors import AudioError, DecoderDied
 from speech.decoders import DecoderPool
@@ -139,6 +140,7 @@ def _from_process(seed: int, start: int, end: int) -> Iterator[tuple[str, float]
 
 def decode_files(seed: int, start: int, end: int, pipe: Connection) -> None:
     """Decode files as a server does, and tell how each ended."""
+    end_with_parent()
     pool = DecoderPool()
     known = _known(pool)
     with _Memory(_held_here) as memory:

@@ -1,12 +1,14 @@
 """Server processes that are started and stopped together with all that they start."""
 
 import contextlib
+import multiprocessing
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -60,6 +62,21 @@ def run(
         return process.wait(timeout)
     finally:
         stop_group(process)
+
+
+def end_with_parent() -> None:
+    """Have this process, which multiprocessing started, end when the one that started it has.
+
+    multiprocessing ends its children when their parent exits, not when it is killed.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "multiprocessing did not start this process"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
 
 
 def stop_group(process: "subprocess.Popen[bytes]") -> None:

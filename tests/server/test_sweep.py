@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_ext.processes import stop_group
+from sglang_ext.processes import start, stop_group
 from sglang_ext.sweep.results import Results
 
 METHODS = ("ar", "pld", "sssd-live")
@@ -25,14 +25,11 @@ def folder(tmp_path_factory) -> Path:
         "--methods", ",".join(METHODS), "--workloads", "mt-bench", "--batches", "1,2",
         "--repeats", "1", "--prompts", "4", "--max-tokens", "24",
     ]  # fmt: skip
-    process = subprocess.Popen(command, start_new_session=True)
+    process = start(command)
     try:
         wait_for_lines(folder / "points.jsonl", len(METHODS), process)
-        (server,) = (
-            child
-            for child in psutil.Process(process.pid).children()
-            if "SSSD" in child.cmdline()
-        )  # fmt: skip
+        (sweep,) = psutil.Process(process.pid).children()
+        (server,) = (child for child in sweep.children() if "SSSD" in child.cmdline())
         server.kill()
         assert process.wait(LIMIT_S) == 0
     finally:

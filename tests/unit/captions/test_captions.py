@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sglang_ext import processes
 from sglang_ext.cli import main
 from speech.audio import SAMPLE_RATE, decode
 
@@ -245,7 +245,7 @@ def test_an_interrupt_ends_it_with_the_figures(server, number):
         "--asr-url", server.url, "--translate-url", server.url,
     ]  # fmt: skip
     # The pipe stays open and silent: nothing may wait for it.
-    process = subprocess.Popen(
+    process = processes.start(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdin is not None
@@ -254,7 +254,7 @@ def test_an_interrupt_ends_it_with_the_figures(server, number):
     deadline = time.monotonic() + 30
     while not server.sources and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.kill(process.pid, number)
+    processes.signal_group(process, number)
     process.wait(timeout=10)
     out, errors = process.stdout.read().decode(), process.stderr.read().decode()
     assert process.returncode == 128 + signal.SIGINT, errors

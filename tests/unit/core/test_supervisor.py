@@ -13,8 +13,9 @@ import pytest
 from sglang_ext import processes
 
 DEADLINE_S = 60
-# It starts a child in a session of its own, one that is deaf to SIGTERM, and one whose parent ends
-# at once; each writes its process id to FOLDER, and its own the program writes last.
+# It starts a child in a session of its own, that one's child in another, a child that is deaf to
+# SIGTERM, and one whose parent ends at once; each writes its process id to FOLDER, and its own the
+# program writes last.
 PROGRAM = """
 import os, pathlib, signal, subprocess, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -26,10 +27,16 @@ def child(name, prepare):
 def orphan():
     if os.fork():
         os._exit(0)
-child("session", os.setsid)
+def nested():
+    os.setsid()
+    (folder / "outer").write_text(str(os.getpid()))
+    if os.fork():
+        time.sleep(600)
+    os.setsid()
+child("inner", nested)
 child("deaf", lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
 child("orphan", orphan)
-while len(list(folder.iterdir())) < 3:
+while len(list(folder.iterdir())) < 4:  # the three, and the outer session
     time.sleep(0.01)
 (folder / "itself").write_text(str(os.getpid()))
 time.sleep(600)
@@ -47,7 +54,7 @@ print("started", flush=True)
 if sys.argv[1] == "raises":
     sys.stdin.readline()
     raise SystemExit("a bug")
-time.sleep(600)
+sys.stdin.read()
 """
 
 

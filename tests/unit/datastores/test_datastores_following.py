@@ -130,18 +130,21 @@ def test_a_follower_takes_over_when_the_writer_ends(tmp_path: Path) -> None:
 
 
 WRITER = """
-import sys, time
+import sys
 from datastores import Datastore
 store = Datastore.open(sys.argv[1], vocab_size=500, tokenizer_fingerprint="t", shared=True)
 store.add([1, 100])
 print("added", flush=True)
-time.sleep(600)
+sys.stdin.read()
 """
 
 
 def test_a_killed_writer_is_replaced_and_loses_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "added\n"

@@ -13,7 +13,7 @@ import pytest
 
 from sglang_ext.disaggregation.mini_router import AUTHORIZATION
 from sglang_ext.options import env_name
-from sglang_ext.processes import free_port, kill_group
+from sglang_ext.processes import free_port, kill_group, start
 
 pytest.importorskip("sglang_router", reason="sglang-router is not installed (extra pd)")
 
@@ -101,10 +101,7 @@ class Routed:
             command += ["--decode", decode.url]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(env_name("namespace_header"), HEADER)
-            self.process = subprocess.Popen(
-                command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
+            self.process = start(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
 
     def wait(self) -> None:
