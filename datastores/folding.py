@@ -14,6 +14,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,6 +37,7 @@ with contextlib.suppress(OSError, AttributeError):
 from datastores.folding import main
 main()
 """
+_LOOK_SECONDS = 1.0  # how often the process looks whether its parent is there
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -179,7 +181,7 @@ class FoldWorker:
 def _spawned(environment: dict[str, str]) -> "subprocess.Popen[str]":
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM],
+            [sys.executable, "-c", _PROGRAM, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -195,6 +197,7 @@ def main() -> None:
     """The process: a job a line on stdin, an answer a line on stdout."""
     jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read_jobs, args=(jobs,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     while True:
         try:
             answer: dict[str, int | str] = {"tokens": run_job(FoldJob.from_json(jobs.get()))}
@@ -204,6 +207,18 @@ def main() -> None:
             print(json.dumps(answer), flush=True)
         except BrokenPipeError:
             os._exit(0)  # the datastore's process has ended: nobody waits for the answer
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended.
+
+    A closed stdin tells it too, but not where another child of the parent has the pipe's other end:
+    one that was forked while this process was started. (PR_SET_PDEATHSIG would come when the
+    thread ends that started this process.)
+    """
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(0)
 
 
 def _read_jobs(jobs: "queue.SimpleQueue[str]") -> None:
