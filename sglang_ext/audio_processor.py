@@ -13,10 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from speech.prompts import WhisperVocabulary
 
 ARCHITECTURE = "WhisperForConditionalGeneration"
 
@@ -85,28 +88,13 @@ def _whisper_processor() -> type:
                 return None
             if len(audio_data) != 1:
                 raise ValueError(f"Whisper takes one audio a request, got {len(audio_data)}")
-            prompt = self._prompt(request_obj)
+            prompt = take_prompt(request_obj, self._vocabulary, self.hf_config.vocab_size)
             loop, threads = asyncio.get_running_loop(), audio_decoders.threads()
             # Two kinds of threads: a slow download must not keep others from decoding.
             source = await loop.run_in_executor(self.io_executor, opened, audio_data[0])
             samples = await loop.run_in_executor(threads, first_window, source)
             item = await loop.run_in_executor(self.io_executor, self._item, samples)
             return MultimodalProcessorOutput(input_ids=prompt, mm_items=[item])
-
-        def _prompt(self, request: Any) -> list[int]:
-            params = request.sampling_params or {}
-            # Left in place they would reach SamplingParams, which does not know them.
-            language = params.pop("language", None)
-            timestamps = params.pop("timestamp_granularities", None)
-            detect = params.pop("_detect_language", None)
-            if request.input_ids:
-                return checked_prompt(request.input_ids, self.hf_config.vocab_size)
-            if not isinstance(language, str | None):
-                raise ValueError(f"language must be text, got {str(language)[:40]!r}")
-            if detect:  # SGLang's own route constrains the following tokens by a grammar
-                return [self._vocabulary.start]
-            code = self._vocabulary.language_code(language or "en")
-            return self._vocabulary.prompt(code, timestamps=bool(timestamps))
 
         def _item(self, samples: np.ndarray) -> Any:
             features = self._processor.feature_extractor(
@@ -129,6 +117,47 @@ def draft_mels(draft_model: str, target_mels: int) -> int | None:
     config = json.loads((Path(draft_model) / "config.json").read_text(encoding="utf-8"))
     mels = config.get("num_mel_bins", target_mels)
     return mels if mels != target_mels else None
+
+
+def take_prompt(request: Any, vocabulary: "WhisperVocabulary", vocab_size: int) -> list[int]:
+    """A request's decoder prompt; what makes it is taken out of its sampling_params.
+
+    Args:
+        request: SGLang's GenerateReqInput, of one prompt.
+
+    Raises:
+        ValueError: input_ids, language or timestamp_granularities are not what Whisper knows.
+    """
+    # A copy: the prompts of a batch have one dict together. What is left reaches SamplingParams,
+    # which does not know these.
+    params = request.sampling_params = dict(request.sampling_params or {})
+    code = _language(params.pop("language", None), vocabulary)
+    timestamps = _granularities(params.pop("timestamp_granularities", None))
+    detect = params.pop("_detect_language", None)
+    if request.input_ids:
+        return checked_prompt(request.input_ids, vocab_size)
+    if detect:  # SGLang's own route constrains the following tokens by a grammar
+        return [vocabulary.start]
+    return vocabulary.prompt(code, timestamps=bool(timestamps))
+
+
+def _language(given: Any, vocabulary: "WhisperVocabulary") -> str:
+    if not isinstance(given, str | None):
+        raise ValueError(f"language must be text, got {str(given)[:40]!r}")
+    return vocabulary.language_code(given or "en")
+
+
+def _granularities(given: Any) -> list[str]:
+    from speech.prompts import GRANULARITIES
+
+    if given is None:
+        return []
+    if not isinstance(given, list) or any(g not in GRANULARITIES for g in given):
+        raise ValueError(
+            f"timestamp_granularities must be a list of {' and '.join(GRANULARITIES)}, got "
+            f"{str(given)[:40]!r}"
+        )
+    return given
 
 
 def checked_prompt(ids: Sequence[Any], vocab_size: int) -> list[int]:

@@ -11,6 +11,9 @@ from functools import cache, cached_property
 from whisper.tokenizer import LANGUAGES, TO_LANGUAGE_CODE, Tokenizer, get_tokenizer
 
 TASKS = ("transcribe", "translate")
+GRANULARITIES = ("segment", "word")
+"""What can have times, as OpenAI's API names it."""
+
 TIMESTAMP_S = 0.02
 """Seconds from one timestamp token to the next."""
 

@@ -10,9 +10,8 @@ from starlette.datastructures import FormData, UploadFile
 
 from sglang_ext.api.uploads import ApiError
 from speech.formats import FORMATS, TIMED
-from speech.prompts import LanguageError, WhisperVocabulary
+from speech.prompts import GRANULARITIES, LanguageError, WhisperVocabulary
 
-GRANULARITIES = ("segment", "word")
 _DEEPEST = 32
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 
@@ -131,7 +130,8 @@ def _granularities(form: FormData, response_format: str) -> tuple[str, ...]:
     given = _list(form, "timestamp_granularities")
     if wrong := [g for g in given if g not in GRANULARITIES]:
         raise ApiError(
-            f"timestamp_granularities must be of segment and word, got {wrong[0][:40]!r}",
+            f"timestamp_granularities must be of {' and '.join(GRANULARITIES)}, got "
+            f"{wrong[0][:40]!r}",
             param="timestamp_granularities",
             code="invalid_value",
         )
@@ -193,7 +193,10 @@ def _text(form: FormData, name: str) -> str:
 def _list(form: FormData, name: str) -> list[str]:
     """Values of `name[]`, as OpenAI's client sends lists, and of `name`."""
     values = [*form.getlist(f"{name}[]"), *form.getlist(name)]
-    return [value for value in values if isinstance(value, str) and value]
+    texts = [value for value in values if isinstance(value, str)]
+    if len(texts) < len(values):
+        raise ApiError(f"{name} must be text, not a file", param=name)
+    return [text for text in texts if text]
 
 
 def _choice(form: FormData, name: str, choices: Collection[str], default: str) -> str:

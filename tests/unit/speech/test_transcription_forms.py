@@ -56,6 +56,37 @@ def test_what_is_out_of_all_bounds_is_refused_by_its_field(name, value):
     assert (raised.value.status, raised.value.param) == (400, name)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "code", "message"),
+    [
+        ("language", "xx", "invalid_language_format", "unknown language 'xx'.*'en'.*'english'"),
+        ("language", "<|en|>", "invalid_language_format", r"unknown language '<\|en\|>'"),
+        ("language", "yue", "invalid_language_format", "does not know cantonese; it knows 99"),
+        ("timestamp_granularities[]", "line", "invalid_value", "segment and word, got 'line'"),
+        ("timestamp_granularities", "Word", "invalid_value", "segment and word, got 'Word'"),
+    ],
+)
+def test_unknown_languages_and_granularities_are_named_with_what_is_allowed(
+    name, value, code, message
+):
+    with pytest.raises(ApiError, match=message) as raised:
+        parsed(response_format="verbose_json", **{name: value})
+    body = raised.value.body()["error"]
+    assert raised.value.status == 400
+    assert (body["param"], body["code"]) == (name.removesuffix("[]"), code)
+
+
+def test_a_granularity_that_is_a_file_is_refused():
+    with pytest.raises(ApiError, match="timestamp_granularities must be text"):
+        parsed(**{"timestamp_granularities[]": UploadFile(io.BytesIO(b"word"), size=4)})
+
+
+def test_known_languages_and_granularities_are_taken():
+    fields = {"response_format": "verbose_json", "timestamp_granularities[]": "word"}
+    wanted = parsed(language="French", **fields)
+    assert (wanted.language, wanted.granularities, wanted.words) == ("fr", ("word",), True)
+
+
 def test_what_is_within_them_is_taken():
     assert parsed(chunking_strategy=vad("0.25")).threshold == 0.25
     assert parsed(custom_params=nested(32)).custom_params == json.loads(nested(32))
