@@ -105,6 +105,7 @@ class Datastore:
         max_corpus_tokens: int = DISK_TOKENS,
         live_buffer_tokens: int = 1 << 20,
         live_interval: float = 0.05,
+        live_share: float = 1.0,
         folder: Folder | None = None,
         fold_tokens: int = 1 << 20,
         fold_interval: float = 300.0,
@@ -117,7 +118,9 @@ class Datastore:
         (about 6.2 bytes each with a vocabulary up to 65,535, else 8.2). live_buffer_tokens: most
         tokens that wait to be sorted; a document that finds the buffer full is dropped and
         counted. live_interval: seconds for which new documents are gathered before they are
-        sorted together. folder, fold_tokens, fold_interval, follow: see open().
+        sorted together. live_share: of what other namespaces leave of the buffer, and of the logs,
+        as much may be one namespace's, above 0 to 1. folder, fold_tokens, fold_interval, follow:
+        see open().
         """
         self.vocab_size = _whole("vocab_size", vocab_size, 1, MAX_VOCAB_SIZE)
         self.tokenizer_fingerprint = str(tokenizer_fingerprint)
@@ -131,14 +134,15 @@ class Datastore:
         self._dropped = 0
         self._snapshots: dict[str, Snapshot] = {}
         self._corpora: dict[str, tuple[Segment, ...]] = {}
-        logs = LogOptions(buffer_tokens, interval)
+        share = _part("live_share", live_share)
+        logs = LogOptions(buffer_tokens, interval, share=share)
         self._options = DurableOptions(
             max_tokens, logs, fold_tokens, _seconds("fold_interval", fold_interval)
         )
         self._live: MemoryCollection | DurableCollection | FollowingCollection
         if folder is None:
             self._live = MemoryCollection(
-                vocab_size, max_tokens, buffer_tokens, interval, self._refresh
+                vocab_size, max_tokens, buffer_tokens, interval, self._refresh, share
             )
         elif follow:
             self._live = FollowingCollection(
@@ -165,6 +169,7 @@ class Datastore:
         max_corpus_tokens: int = DISK_TOKENS,
         live_buffer_tokens: int = 1 << 20,
         live_interval: float = 0.05,
+        live_share: float = 1.0,
         fold_tokens: int = 1 << 20,
         fold_interval: float = 300.0,
     ) -> "Datastore":
@@ -196,6 +201,7 @@ class Datastore:
                 max_corpus_tokens=max_corpus_tokens,
                 live_buffer_tokens=live_buffer_tokens,
                 live_interval=live_interval,
+                live_share=live_share,
                 folder=folder,
                 fold_tokens=fold_tokens,
                 fold_interval=fold_interval,
@@ -217,7 +223,7 @@ class Datastore:
 
         name: under which delete_document() finds it, a request's id. Returns at once: True when
         it is in the log (with a folder) and on its way to be searchable; False if it is dropped,
-        because there is no room or the disk failed.
+        because there is no room, for all or for its namespace, or the disk failed.
         """
         document = self._checked(tokens).copy()
         if not document.size:
@@ -488,6 +494,12 @@ def _whole(name: str, value: int, low: int, high: int) -> int:
     if not low <= value <= high:
         raise DatastoreError(f"{name} must be between {low} and {high}, got {value}")
     return int(value)
+
+
+def _part(name: str, value: float) -> float:
+    if not 0 < value <= 1:
+        raise DatastoreError(f"{name} must be above 0 and at most 1, got {value!r}")
+    return float(value)
 
 
 def _seconds(name: str, value: float) -> float:

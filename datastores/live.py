@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from .config import DatastoreError
+from .room import Room
 from .segment import (
     Document,
     Segment,
@@ -41,7 +42,7 @@ class LiveCollection:
 
     on_change is called, in whichever thread, after `segments` was replaced. max_tokens: beyond
     them the oldest segments of the largest namespace are dropped; None: whoever adds sees to the
-    size.
+    size. buffer_tokens: most that wait to be sorted; share: a namespace's part of them (Room).
     """
 
     def __init__(
@@ -51,18 +52,19 @@ class LiveCollection:
         buffer_tokens: int,
         interval: float,
         on_change: Callable[[], None],
+        share: float = 1.0,
     ) -> None:
         self.segments: Segments = {}
         self.segment_tokens = segment_limit(max_tokens)
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
-        self._buffer_tokens = buffer_tokens
         self._interval = interval
         self._on_change = on_change
         # One lock for all that follows; held for moments only, never while sorting or merging.
         self._changed = threading.Condition()
         self._queue: deque[tuple[str, Document]] = deque()
-        self._queued_tokens = 0
+        self._waiting = Room(buffer_tokens, share)  # for what is in the queue
+        self._buffer_tokens = buffer_tokens
         self._oldest_at: float | None = None  # when the first document not searchable yet came
         self._batch_deletions: list[Deletion] = []  # those that came since the batch was taken
         self._in_merge: tuple[Segment, ...] = ()
@@ -74,18 +76,20 @@ class LiveCollection:
         self._closed = False
         self._failure: BaseException | None = None
 
-    def has_room(self, tokens: int) -> bool:
+    def has_room(self, namespace: str, tokens: int) -> bool:
         """Whether a document of so many tokens would be taken now."""
-        return self._queued_tokens + tokens <= self._buffer_tokens
+        with self._changed:
+            return self._waiting.fits(namespace, tokens)
 
     def add(self, namespace: str, document: Document) -> bool:
-        """Queues a document, which must not change afterwards; False if the queue is full."""
+        """Queues a document, which must not change afterwards; False if the queue is full, or what
+        the namespace may have of it."""
         with self._changed:
             self.check_usable()
-            if not self.has_room(document.tokens.size):
+            if not self._waiting.fits(namespace, document.tokens.size):
                 return False
             self._queue.append((namespace, document))
-            self._queued_tokens += document.tokens.size
+            self._waiting.take(namespace, document.tokens.size)
             self._added += 1
             if self._oldest_at is None:
                 self._oldest_at = time.monotonic()
@@ -130,7 +134,9 @@ class LiveCollection:
             )
             self._published += len(self._queue) - len(kept)
             self._queue = kept
-            self._queued_tokens = sum(d.tokens.size for _, d in kept)
+            self._waiting.clear()
+            for name, document in kept:
+                self._waiting.take(name, document.tokens.size)
             self._batch_deletions.append(deletion)
             # All namespaces in one step: publishing each copies the table of all.
             left = {
@@ -160,7 +166,7 @@ class LiveCollection:
     def num_tokens(self) -> int:
         """Tokens that are searchable or on their way."""
         with self._changed:
-            return self._queued_tokens + sum(map(_total_tokens, self.segments.values()))
+            return self._waiting.tokens + sum(map(_total_tokens, self.segments.values()))
 
     @property
     def queued_documents(self) -> int:
@@ -168,7 +174,7 @@ class LiveCollection:
 
     @property
     def queued_tokens(self) -> int:
-        return self._queued_tokens
+        return self._waiting.tokens
 
     @property
     def evicted_tokens(self) -> int:
@@ -247,12 +253,12 @@ class LiveCollection:
                 self._changed.wait_for(self._is_due, self._interval)
             batch = list(self._queue)
             self._queue.clear()
-            self._queued_tokens = 0
+            self._waiting.clear()
             self._batch_deletions.clear()
             return batch
 
     def _is_due(self) -> bool:
-        half_full = 2 * self._queued_tokens > self._buffer_tokens
+        half_full = 2 * self._waiting.tokens > self._buffer_tokens
         return half_full or self._flushing > 0 or self._closed
 
     def _ingest_batch(self, batch: list[tuple[str, Document]]) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from .config import DatastoreError
 from .files import remove_if_file, replace_file
 from .folder import Folder
 from .live import LiveCollection, Segments
+from .room import Room
 from .segment import Document, Segment, build_segments, documents_of
 from .wal import Deletion, LogWriter, log_bytes, read_log
 
@@ -38,6 +40,8 @@ class LogOptions:
     sync_interval: float = 1.0
     """The log is synced to the disk itself so often: what a power cut may cost. A kill of the
     process costs nothing."""
+    share: float = 1.0
+    """A namespace's part of buffer_tokens and of max_unfolded_tokens (Room)."""
 
 
 @dataclass(eq=False)
@@ -46,6 +50,8 @@ class Log:
 
     number: int
     live: LiveCollection
+    held: Counter[str] = field(default_factory=Counter)
+    """Tokens in it by namespace, those of deleted documents too."""
     tokens: int = 0
     began: float = field(default_factory=time.monotonic)
     deletions: list[Deletion] = field(default_factory=list)
@@ -58,6 +64,11 @@ class Log:
     def segments(self) -> Segments:
         """What is searchable of it, by namespace."""
         return self.live.segments
+
+    def count(self, namespace: str, tokens: int) -> None:
+        """Note a document that was written to it."""
+        self.held[namespace] += tokens
+        self.tokens += tokens
 
 
 class LogSet:
@@ -83,6 +94,7 @@ class LogSet:
         self.deletions: list[Deletion] = []
         """Those that the logs hold: files may not have followed them yet."""
         self.next_number = folder.manifest.next_number
+        self._unfolded = Room(options.max_unfolded_tokens, options.share)  # for all logs
         self._adding = threading.Lock()  # order of numbers, of log records and of log files
         self._dirty = False
         self.sync_error: str | None = None
@@ -110,9 +122,11 @@ class LogSet:
         with self._adding:
             self._check_open()
             log = self.current
-            unfolded = self.unfolded_tokens + tokens.size
-            if unfolded > self._options.max_unfolded_tokens or not log.live.has_room(tokens.size):
-                self._complain("it comes faster than it can be folded")
+            if not (
+                self._unfolded.fits(namespace, tokens.size)
+                and log.live.has_room(namespace, tokens.size)
+            ):
+                self._complain("it comes faster than it can be folded, or faster in one namespace")
                 return False
             document = Document(tokens, self.next_number, digest)
             try:
@@ -123,7 +137,8 @@ class LogSet:
                 return False
             self.next_number += 1
             self._dirty = True
-            log.tokens += tokens.size
+            log.count(namespace, tokens.size)
+            self._unfolded.take(namespace, tokens.size)
             log.live.add(namespace, document)
             return True
 
@@ -199,6 +214,8 @@ class LogSet:
         """Drops a log that is in a file now."""
         with self._adding:
             self.logs = tuple(other for other in self.logs if other is not log)
+            for namespace, tokens in log.held.items():
+                self._unfolded.give_back(namespace, tokens)
         self._folder.unlink(self.path(log))
 
     def path(self, log: Log) -> str:
@@ -212,7 +229,7 @@ class LogSet:
     @property
     def unfolded_tokens(self) -> int:
         """Tokens in logs."""
-        return sum(log.tokens for log in self.logs)
+        return self._unfolded.tokens
 
     def segments_of(self, namespace: str) -> list[Segment]:
         """What is searchable of a namespace, oldest first."""
@@ -254,7 +271,9 @@ class LogSet:
             if content.damaged_bytes:
                 logger.warning("%s: %d bytes passed over", path, content.damaged_bytes)
             log = Log(number, self._new_live())
-            log.tokens = sum(d.tokens.size for _, d in content.documents)
+            for namespace, document in content.documents:
+                log.count(namespace, document.tokens.size)
+                self._unfolded.take(namespace, document.tokens.size)
             log.live.append(
                 {
                     namespace: list(
@@ -279,6 +298,7 @@ class LogSet:
             self._options.buffer_tokens,
             self._options.interval,
             self._on_change,
+            self._options.share,
         )
 
     def _new_writer(self) -> LogWriter:

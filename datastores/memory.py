@@ -24,20 +24,25 @@ class MemoryCollection:
         buffer_tokens: int,
         interval: float,
         on_change: Callable[[], None],
+        share: float = 1.0,
     ) -> None:
-        self._live = LiveCollection(vocab_size, max_tokens, buffer_tokens, interval, on_change)
+        self._live = LiveCollection(
+            vocab_size, max_tokens, buffer_tokens, interval, on_change, share
+        )
         self.segment_tokens = self._live.segment_tokens
         self._numbers = itertools.count()
         self._adding = threading.Lock()
         self._complained = False
 
     def add(self, namespace: str, tokens: np.ndarray, digest: bytes) -> bool:
-        """Queues a document; False if the queue is full."""
+        """Queues a document; False if the queue is full, or the namespace's share of it."""
         with self._adding:
             taken = self._live.add(namespace, Document(tokens, next(self._numbers), digest))
         if not taken and not self._complained:
             self._complained = True
-            logger.warning("The datastore's queue is full: documents are dropped")
+            logger.warning(
+                "The datastore's queue is full, or a namespace's share of it: documents are dropped"
+            )
         return taken
 
     def flush(self, timeout: float | None) -> None:

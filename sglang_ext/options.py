@@ -62,8 +62,8 @@ class Options:
     )
     namespace_share: float = _option(
         0.5,
-        "of what other namespaces leave of a limit (translation sessions, streams), as much may be "
-        "one namespace's; 1: all",
+        "of what other namespaces leave of a limit (translation sessions, streams, outputs that "
+        "wait to be ingested), as much may be one namespace's; 1: all",
         low=0.01,
         high=1.0,
     )

@@ -136,6 +136,7 @@ def open_datastore(context: DrafterContext) -> Datastore:
     given: dict[str, Any] = {
         "vocab_size": context.vocab_size,
         "tokenizer_fingerprint": context.tokenizer_fingerprint,
+        "live_share": options.namespace_share,
     }
     if options.datastore_max_tokens:
         given["max_tokens"] = options.datastore_max_tokens
