@@ -1,4 +1,4 @@
-"""What /generate's sampling_params say of a Whisper request: its language and timestamps."""
+"""What sampling_params say of a Whisper request, as sglang.Engine brings them: its language."""
 
 from types import SimpleNamespace
 
