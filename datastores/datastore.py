@@ -37,6 +37,8 @@ MEMORY_TOKENS = 1 << 23
 DISK_TOKENS = SEGMENTS_PER_COLLECTION * MAX_SEGMENT_TOKENS
 # What the first of several processes takes to make a folder that the others wait for.
 _CREATION_SECONDS = 10.0
+# Namespaces whose snapshots are kept until something changes.
+_MOST_SNAPSHOTS = 1024
 
 TokenIds = Sequence[int] | np.ndarray
 
@@ -370,6 +372,8 @@ class Datastore:
         if found is None:
             static = tuple(s for segments in self._all_corpora().values() for s in segments)
             found = Snapshot(self._live.segments_of(namespace), static, self.vocab_size)
+            if len(known) >= _MOST_SNAPSHOTS:  # while nothing changes, anybody may name new ones
+                known.clear()
             known[namespace] = found
         return found
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from datastores import Datastore, DatastoreError
+from datastores.datastore import _MOST_SNAPSHOTS
 from datastores.live import LiveCollection
 from datastores.room import Room
 from datastores.segment import Document
@@ -101,6 +102,17 @@ def test_a_namespace_that_floods_the_log_leaves_room_for_others(tmp_path: Path) 
         assert logs._unfolded._held == {"greedy": 480, "small": 120}
         store.fold(60)
         assert store.info().unfolded_tokens == 0 and not logs._unfolded._held
+
+
+def test_searches_of_ever_new_namespaces_are_not_kept() -> None:
+    with Datastore(VOCABULARY) as store:
+        store.add([1, 2, 3], namespace="known")
+        store.flush(60)
+        for number in range(3 * _MOST_SNAPSHOTS):
+            assert store.snapshot(f"new-{number}").live == ()
+        assert len(store._snapshots) <= _MOST_SNAPSHOTS
+        kept = store.snapshot("known")
+        assert kept.live and store.snapshot("known") is kept
 
 
 @pytest.mark.parametrize("share", [0, -1, 1.5, float("nan")])
