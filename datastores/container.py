@@ -88,7 +88,8 @@ def read_container(
     """Maps a file into memory and checks all of it; DatastoreError says what is wrong."""
     try:
         with open_file(path) as file:
-            raw = np.memmap(file, np.uint8, "r")
+            # As a plain array, which keeps the mapping alive: a memmap's slices cost three times.
+            raw = np.asarray(np.memmap(file, np.uint8, "r"))
     except FileNotFoundError:
         raise DatastoreError(f"there is no sub-index file {path}") from None
     except OSError as error:
@@ -226,8 +227,7 @@ def _section(
     padded = raw[first : first + nbytes + -nbytes % alignment]
     if padded.size != nbytes + -nbytes % alignment or zlib.crc32(padded.data) != entry["crc32"]:
         raise DatastoreError(f"{where} are damaged: the checksum is wrong")
-    # As plain arrays: they keep the mapping alive, and compiled code takes their addresses.
-    return np.asarray(padded[:nbytes]).view(dtype)
+    return padded[:nbytes].view(dtype)
 
 
 def _bytes(array: np.ndarray) -> memoryview:

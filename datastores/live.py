@@ -1,13 +1,13 @@
 """Fresh documents: queued, sorted in the background, merged, per namespace, all in memory."""
 
+import heapq
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-
-import numpy as np
+from typing import NamedTuple
 
 from .config import DatastoreError
 from .room import Room
@@ -35,6 +35,17 @@ _MANY_SEGMENTS = 24
 _INLINE_MERGE_TOKENS = 1 << 16
 
 Segments = dict[str, tuple[Segment, ...]]
+
+
+class _Sorted(NamedTuple):
+    """A namespace's part of a batch, sorted."""
+
+    namespace: str
+    documents: list[Document]
+    elders: tuple[Segment, ...]
+    """What was searchable of the namespace when it was sorted."""
+    segments: tuple[Segment, ...]
+    """The same with the documents, small neighbours merged."""
 
 
 class LiveCollection:
@@ -196,21 +207,34 @@ class LiveCollection:
         if self._failure is not None:
             raise DatastoreError(f"the datastore's background thread failed: {self._failure!r}")
 
-    def _publish(self, namespace: str, segments: tuple[Segment, ...]) -> None:
-        """Replaces what is searchable, dropping segments beyond max_tokens.
+    def _publish(self, changed: Mapping[str, tuple[Segment, ...]]) -> None:
+        """Replaces what is searchable of some namespaces, dropping segments beyond max_tokens.
 
-        The oldest ones of the namespace that has the most: so none pushes out a smaller one's.
+        Copies the table of all namespaces, so that readers' one never changes.
         """
-        everything = {**self.segments, namespace: segments}
+        everything = {**self.segments, **changed}
         if self._max_tokens is not None:
-            total = sum(map(_total_tokens, everything.values()))
-            while total > self._max_tokens:
-                largest = max(everything, key=lambda n: _total_tokens(everything[n]))
-                total -= everything[largest][0].num_tokens
-                self._evicted_tokens += everything[largest][0].num_tokens
-                everything[largest] = everything[largest][1:]
+            self._make_room(everything, self._max_tokens)
         self.segments = {name: kept for name, kept in everything.items() if kept}
         self._on_change()
+
+    def _make_room(self, everything: Segments, most: int) -> None:
+        """Drops the oldest segments of the namespace that has the most tokens, until they fit.
+
+        So no namespace pushes out a smaller one's.
+        """
+        excess = sum(map(_total_tokens, everything.values())) - most
+        if excess <= 0:
+            return
+        largest = [(-_total_tokens(s), at, n) for at, (n, s) in enumerate(everything.items())]
+        heapq.heapify(largest)
+        while excess > 0:
+            size, at, name = largest[0]
+            dropped = everything[name][0].num_tokens
+            everything[name] = everything[name][1:]
+            heapq.heapreplace(largest, (size + dropped, at, name))
+            excess -= dropped
+            self._evicted_tokens += dropped
 
     # -- the background thread -------------------------------------------------------------
 
@@ -265,19 +289,19 @@ class LiveCollection:
         by_namespace: dict[str, list[Document]] = {}
         for namespace, document in batch:
             by_namespace.setdefault(namespace, []).append(document)
-        for namespace, documents in by_namespace.items():
-            elders = self.segments.get(namespace, ())
-            new = list(build_segments(documents, self._vocab_size, self.segment_tokens))
-            absorbed = self._absorb_small(elders, new) if len(new) == 1 else elders
-            with self._changed:
-                if self._batch_deletions:
-                    self._publish(namespace, self._after_deletions(namespace, documents))
-                else:
-                    self._publish(namespace, (*absorbed, *new))
+        sorted_ = [self._sorted(name, documents) for name, documents in by_namespace.items()]
         with self._changed:
+            # All namespaces in one step: publishing each copies the table of all.
+            self._publish({each.namespace: self._grown(each) for each in sorted_})
             self._published += len(batch)
             self._oldest_at = time.monotonic() - self._interval if self._queue else None
             self._changed.notify_all()
+
+    def _sorted(self, namespace: str, documents: list[Document]) -> _Sorted:
+        elders = self.segments.get(namespace, ())
+        new = list(build_segments(documents, self._vocab_size, self.segment_tokens))
+        absorbed = self._absorb_small(elders, new) if len(new) == 1 else elders
+        return _Sorted(namespace, documents, elders, (*absorbed, *new))
 
     def _absorb_small(self, elders: tuple[Segment, ...], new: list[Segment]) -> tuple[Segment, ...]:
         """Merges small neighbours into new[0], so that they do not pile up; the elders left."""
@@ -291,15 +315,17 @@ class LiveCollection:
             elders = elders[:-1]
         return elders
 
-    def _after_deletions(self, namespace: str, documents: list[Document]) -> tuple[Segment, ...]:
-        """The segments with a batch that was being sorted while something was deleted."""
+    def _grown(self, batch: _Sorted) -> tuple[Segment, ...]:
+        """A namespace's segments with its part of a batch, whatever came while it was sorted."""
         kept = [
             document
-            for document in documents
-            if not any(_takes_document(d, namespace, document) for d in self._batch_deletions)
+            for document in batch.documents
+            if not any(_takes_document(d, batch.namespace, document) for d in self._batch_deletions)
         ]
-        new = build_segments(kept, self._vocab_size, self.segment_tokens)
-        return (*self.segments.get(namespace, ()), *new)
+        present = self.segments.get(batch.namespace, ())
+        if len(kept) == len(batch.documents) and present == batch.elders:
+            return batch.segments
+        return (*present, *build_segments(kept, self._vocab_size, self.segment_tokens))
 
     def _should_merge(self, older: Segment, newer: Segment) -> bool:
         return (
@@ -324,7 +350,7 @@ class LiveCollection:
                 # A deletion or eviction may have taken either away meanwhile.
                 if older in segments and newer in segments:
                     at = segments.index(older)
-                    self._publish(namespace, (*segments[:at], merged, *segments[at + 2 :]))
+                    self._publish({namespace: (*segments[:at], merged, *segments[at + 2 :])})
 
     def _next_merge(self) -> tuple[str, Segment, Segment] | None:
         for namespace, segments in self.segments.items():
@@ -354,8 +380,9 @@ def apply_deletion(
 
 def count_taken(deletion: Deletion, segments: Sequence[Segment]) -> int:
     """Tokens of the documents that it takes from the segments of a namespace it concerns."""
-    taken = (document_lengths(s)[deletion.takes(s.documents)] - 1 for s in segments)
-    return sum(int(lengths.sum()) for lengths in taken)
+    taken = ((s, deletion.takes(s.documents)) for s in segments)
+    # Nearly always it takes nothing of a segment: their lengths cost more than the look.
+    return sum(int((document_lengths(s)[gone] - 1).sum()) for s, gone in taken if gone.any())
 
 
 def hides(deletions: Sequence[Deletion], segment: Segment) -> bool:
@@ -375,4 +402,4 @@ def _takes_document(deletion: Deletion, namespace: str, document: Document) -> b
 
 
 def _total_tokens(segments: Sequence[Segment]) -> int:
-    return int(np.sum([s.num_tokens for s in segments], dtype=np.int64))
+    return sum(segment.num_tokens for segment in segments)
