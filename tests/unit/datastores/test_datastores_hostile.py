@@ -14,7 +14,9 @@ import datastores.durable
 import datastores.merging
 from datastores import Datastore, DatastoreError, DeletionPending, verify_folder
 from datastores.files import ANY_OWNER
-from datastores.wal import read_log
+from datastores.records import document_payload
+from datastores.segment import Document, document_digest
+from datastores.wal import framed, new_header, read_log
 from scripts.fuzz_store import fuzz
 from scripts.store_smuggling import attack, smuggled
 
@@ -38,6 +40,28 @@ def test_the_attack_would_be_taken_by_a_search_without_a_key(tmp_path: Path) -> 
     at = output.find((0x4C4F4752).to_bytes(4, "little"))
     size, checksum = (int.from_bytes(output[at + k : at + k + 4], "little") for k in (4, 8))
     assert zlib.crc32(output[at + 12 : at + 12 + size]) == checksum
+
+
+def test_each_byte_of_a_record_counts(tmp_path: Path) -> None:
+    """Its offset and the log's key too: a record moved or copied to another log is none."""
+    path = tmp_path / "log"
+    key, header = new_header(VOCAB, "t")
+    document = Document(np.arange(3, dtype=np.int32), 7, document_digest("r"))
+    payload = document_payload("n", document, np.uint16)
+    record = framed(key, len(header), payload)
+
+    def found(log: bytes) -> int:
+        path.write_bytes(log)
+        return len(read_log(str(path), VOCAB, "t").documents)
+
+    assert found(header + record) == 1
+    for at in range(len(record)):
+        changed = bytearray(record)
+        changed[at] ^= 1
+        assert found(header + bytes(changed)) == 0, at
+    assert found(header + bytes(16) + record) == 0
+    foreign = framed(key[:4] + bytes(12), len(header), payload)  # the marker is right
+    assert found(header + foreign) == 0
 
 
 def test_damaged_folders_are_refused_or_serve_what_is_right(
