@@ -40,6 +40,9 @@ def register() -> None:
 
         cpu.register()
     _check_request_options()
+    from sglang_ext.admission import grammars
+
+    grammars.register(_is_ours)
     if multiprocessing.parent_process() is None or in_http_worker:
         from sglang_ext.admission import hooks as admission
 

@@ -102,7 +102,8 @@ class Drafter(Protocol):
     """A source of drafts. One object serves every request of a server, from one thread.
 
     The calls of a request come in this order: start, then propose and observe by turns, then
-    finish. An exception in any of them is logged and costs that step its draft, nothing more.
+    finish. An exception in any of them is logged; in propose it costs that step
+    its draft, in the others the request is not drafted for any more.
 
     A drafter may also have
     - `prefill(requests)`: called for requests whose prompt the target is about to read, before
