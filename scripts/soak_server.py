@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -47,10 +47,10 @@ _SSSD = ["--speculative-algorithm", "SSSD", "--max-running-requests", "16"]
 
 @dataclass(frozen=True)
 class Sample:
-    """A process tree at a time: minutes since the start, MiB, and counts."""
+    """A process tree at a time: minutes since the start, MiB by process id, and counts."""
 
     minutes: float
-    rss_mib: float
+    rss_mib_by_pid: Mapping[int, float]
     threads: int
     files: int
     sockets: int
@@ -58,7 +58,7 @@ class Sample:
     @classmethod
     def of(cls, pid: int, minutes: float) -> "Sample":
         """Take one; processes that end meanwhile are left out."""
-        rss = threads = files = sockets = 0
+        rss, threads, files, sockets = dict[int, float](), 0, 0, 0
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             try:
                 with process.oneshot():
@@ -66,9 +66,15 @@ class Sample:
                 connections = len(process.net_connections("all"))
             except psutil.Error:
                 continue
-            rss, threads, files = rss + found[0], threads + found[1], files + found[2]
+            rss[process.pid] = found[0] / 2**20
+            threads, files = threads + found[1], files + found[2]
             sockets += connections
-        return cls(minutes, rss / 2**20, threads, files, sockets)
+        return cls(minutes, rss, threads, files, sockets)
+
+    @property
+    def rss_mib(self) -> float:
+        """Of all processes."""
+        return sum(self.rss_mib_by_pid.values())
 
 
 def growth_figures(samples: Sequence[Sample]) -> dict[str, float]:
@@ -79,7 +85,9 @@ def growth_figures(samples: Sequence[Sample]) -> dict[str, float]:
     """
     half = samples[len(samples) // 2 :]
     tenth = max(1, len(samples) // 10)
-    slope = np.polyfit([s.minutes for s in half], [s.rss_mib for s in half], 1)[0]
+    lasting = set[int].intersection(*(set(s.rss_mib_by_pid) for s in half))
+    rss = [sum(s.rss_mib_by_pid[pid] for pid in lasting) for s in half]
+    slope = np.polyfit([s.minutes for s in half], rss, 1)[0]
 
     def growth(name: str) -> float:
         first, last = ([getattr(s, name) for s in part] for part in (half[:tenth], half[-tenth:]))

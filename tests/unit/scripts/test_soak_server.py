@@ -15,7 +15,7 @@ from scripts.soak_server import LIMITS, Sample, growth_figures, limits_broken, t
 
 
 def samples(rss) -> list[Sample]:
-    return [Sample(n / 10, rss(n / 10), 50 + (n > 70), 100, 20 + n) for n in range(100)]
+    return [Sample(n / 10, {7: rss(n / 10)}, 50 + (n > 70), 100, 20 + n) for n in range(100)]
 
 
 def test_memory_that_levels_off_has_no_slope_and_a_leak_has_its_own():
@@ -26,6 +26,16 @@ def test_memory_that_levels_off_has_no_slope_and_a_leak_has_its_own():
     assert leak["rss_growth_mib"] == pytest.approx(12)
     assert leak["threads_growth"] == 1 and leak["files_growth"] == 0
     assert leak["sockets_growth"] == 40
+
+
+def test_a_process_that_comes_and_goes_is_no_leak():
+    at_end = [
+        Sample(n / 10, {7: 1000.0} | ({8: 180.0} if n > 80 else {}), 50, 100, 20)
+        for n in range(100)
+    ]
+    figures = growth_figures(at_end)
+    assert figures["rss_slope_mib_per_minute_second_half"] == pytest.approx(0)
+    assert figures["rss_mib_end"] == 1180
 
 
 def test_each_limit_that_is_broken_is_named():
