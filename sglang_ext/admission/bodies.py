@@ -102,15 +102,13 @@ def _check(body: bytes, is_json: bool) -> None:
         if is_json:
             raise AdmissionError(f"the body is not JSON: {error}") from None
         return  # its route may want another format, and refuses what it cannot read
-    if value is None:
-        return
     if not isinstance(value, Mapping):
         raise AdmissionError(f"the body must be a JSON object, not {_named(value)}")
     check_depth("the body", value, DEEPEST)
 
 
 def _named(value: Any) -> str:
-    names = {list: "an array", str: "a string", bool: "true or false"}
+    names = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
 
