@@ -126,6 +126,10 @@ class RequestCheck:
         start = getattr(request, "logprob_start_len", None)
         if start is not None and start < -1:
             raise AdmissionError(f"logprob_start_len must be -1 or more, got {start}")
+        overrides = getattr(request, "positional_embed_overrides", None)
+        # SGLang's scoring makes them; a scheduler ends at what JSON can say here.
+        if overrides is not None and not isinstance(overrides, _positional_embeds()):
+            raise AdmissionError("positional_embed_overrides cannot be set by a client")
         for name in ("multi_item_delimiter_indices", "token_indices_to_pool"):
             positions = getattr(request, name, None)
             if positions:
@@ -237,3 +241,10 @@ def _check_types(struct: Any) -> None:
             msgspec.convert(value, kind)
         except (msgspec.ValidationError, OverflowError, RecursionError) as error:
             raise AdmissionError(f"{name}: {error}; got {shown(value)}") from None
+
+
+@cache
+def _positional_embeds() -> type:
+    from sglang.srt.managers.embed_types import PositionalEmbeds
+
+    return PositionalEmbeds

@@ -38,6 +38,7 @@ def generate(sampling=None, **fields):
         generate(text=None, input_ids=[[1], [-1]]),
         ("/v1/completions", {"model": MODEL, "prompt": [VOCABULARY], "max_tokens": 4}),
         generate(lora_id=["a"]),
+        generate(positional_embed_overrides=[]),
         generate(return_logprob=True, logprob_start_len=-5),
         generate(return_logprob=True, top_logprobs_num=100_000),
         generate(return_logprob=True, top_logprobs_num=-1),

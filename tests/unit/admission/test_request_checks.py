@@ -3,6 +3,8 @@
 from array import array
 
 import pytest
+import torch
+from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -90,6 +92,8 @@ def test_what_clients_ask_for_is_admitted(fields):
         ({"rid": "é" * 300}, "longer than 512 bytes"),
         ({"token_indices_to_pool": [1]}, "token_indices_to_pool"),
         ({"routed_experts_start_len": "x"}, "routed_experts_start_len: Expected"),
+        ({"positional_embed_overrides": []}, "positional_embed_overrides cannot be set"),
+        ({"positional_embed_overrides": {"embeds": []}}, "positional_embed_overrides cannot be"),
     ],
 )
 def test_fields_of_the_wrong_type_are_refused_as_they_are_sent(fields, message):
@@ -100,3 +104,4 @@ def test_fields_of_the_wrong_type_are_refused_as_they_are_sent(fields, message):
 def test_a_request_as_sglang_makes_it_is_sent():
     send()
     send(sampling_params=SamplingParams(stop_token_ids=[5], custom_params={"ssbd": {"a": [1]}}))
+    send(positional_embed_overrides=PositionalEmbeds(embeds=torch.zeros(1, 4), positions=[0]))
