@@ -76,7 +76,10 @@ _SCHEMAS = st.sampled_from(
      '{"type":"integer"}', '{"type":"string","maxLength":4}', '{"enum":[]}', "$$ANY$$",
      '{"anyOf":[]}', '{"type":"array","minItems":-1}', '{"a":' * 90 + "1" + "}" * 90]
 )  # fmt: skip
-_GRAMMAR = st.sampled_from(['root ::= "a"', "root ::= root", "root", "", 'root ::= ("" | "a")*'])
+_GRAMMAR = st.sampled_from(
+    ['root ::= "a"', "root ::= root", "root", "", 'root ::= ("" | "a")*', 'root ::= "a" b\nb ::= b',
+     'root ::= [^\\x00-\\U0010ffff]', "root ::= root root | root"]
+)  # fmt: skip
 _TAGS = st.sampled_from(["{}", "[]", "1", '{"structures":[],"triggers":[]}', '{"format":{}}'])
 
 SAMPLING: dict[str, Any] = {
@@ -196,6 +199,29 @@ def _generate() -> Any:
     )
 
 
+def _one_odd(base: dict[str, Any], fields: dict[str, Any]) -> Any:
+    """`base` with one field of `fields` in it and nothing else that is odd."""
+    names = st.sampled_from(sorted(fields))
+    return names.flatmap(
+        lambda name: st.one_of(fields[name], JUNK).map(lambda value: base | {name: value})
+    )
+
+
+def _one_odd_of_generate() -> Any:
+    """What is wrong with a single field is not refused for another."""
+    ways = [{"temperature": 0}, {"temperature": 1}, {"temperature": 1, "top_k": 5}]
+    samplings = [{"max_new_tokens": 4} | way for way in ways]
+    bodies = [{"text": "The sky is", "sampling_params": sampling} for sampling in samplings]
+    customs = st.sampled_from(samplings).flatmap(
+        lambda params: _one_odd({}, CUSTOM).map(lambda c: params | {"custom_params": c})
+    )
+    odd = st.sampled_from(samplings).flatmap(lambda params: _one_odd(params, SAMPLING))
+    return st.one_of(
+        st.sampled_from(bodies).flatmap(lambda body: _one_odd(body, _GENERATE)),
+        st.one_of(odd, odd, customs).map(lambda p: {"text": "The sky is", "sampling_params": p}),
+    )
+
+
 def _translation() -> Any:
     fields: dict[str, Any] = {
         "source_language": _TEXTS, "target_language": _TEXTS, "template": _TEXTS, "beta": _FLOATS,
@@ -305,6 +331,11 @@ def classes(model: str) -> dict[str, Any]:
     messages = mutated(short | {"messages": user}, claude)
     return {
         "generate": _posts("generate", "/generate", _generate()),
+        "one_odd": _posts("one_odd", "/generate", _one_odd_of_generate()),
+        "one_odd_openai": _posts("one_odd_openai", "/v1/chat/completions", _one_odd(
+            short | {"messages": user, "temperature": 1}, chat))
+        | _posts("one_odd_openai", "/v1/completions", _one_odd(
+            short | {"prompt": "The sky", "temperature": 1}, completion)),
         "completions": _posts(
             "completions", "/v1/completions", mutated(short | {"prompt": "The sky"}, completion)
         ),

@@ -5,12 +5,12 @@ block a valid request must give the tokens that it gave at first. With the seed 
 makes the request: --offset goes on where a run was ended, and `--offset N --requests 1` sends one
 again. What fails is printed, and goes to --failures as a line of JSON.
 
-Memory is that of all of the server's processes (PSS), at the end against after the first 1200
+Memory is that of all of the server's processes (PSS), at the end against after the first 1400
 requests, two blocks of each class, when pools and caches have filled. A server that is started
 here is started again after it died.
 
     python -m scripts.fuzz_server [--requests 10000] [--seed 0] [--offset 0] [--url URL] [--pid PID]
-        [--failures FILE] [--quick]
+        [--classes NAMES] [--failures FILE] [--quick] [--json FILE]
 """
 
 import argparse
@@ -32,8 +32,8 @@ from scripts.server import Server
 from sglang_ext import processes
 
 BLOCK = 50
-WARM_UP = 1200
-QUICK_REQUESTS = 2400
+WARM_UP = 1400
+QUICK_REQUESTS = 2800
 _PARALLEL = 8
 _MIB = 1 << 20
 _MODEL = "smollm2-135m-instruct"
@@ -52,14 +52,18 @@ def main() -> int:
     made.add_argument("--offset", type=int, default=0, help="number of the first [%(default)s]")
     made.add_argument("--url", help="a running server, else one is started")
     made.add_argument("--pid", type=int, help="of that server, whose processes are watched")
+    made.add_argument("--classes", help="only these, joined by commas [all]")
     made.add_argument("--failures", type=Path, help="file of what failed, a line of JSON each")
     options = made.parse_args()
     if options.quick:
         options.requests = min(options.requests, QUICK_REQUESTS)
+    unknown = set((options.classes or "generate").split(",")) - set(classes("model"))
+    if unknown:
+        made.error(f"--classes: no {', '.join(unknown)}; there are {', '.join(classes('model'))}")
     if options.requests < 1 or options.offset < 0:
         made.error("--requests must be at least 1, --offset at least 0")
     if options.url:
-        run = FuzzRun(options.url, options.pid, options.seed, options.failures)
+        run = _fuzz_run(options, options.url, options.pid)
         run.send(options.offset, options.requests)
     else:
         run = _own_server(options)
@@ -68,11 +72,16 @@ def main() -> int:
     return 0 if run.is_good() else 1
 
 
+def _fuzz_run(options: argparse.Namespace, url: str, pid: int | None) -> "FuzzRun":
+    only = options.classes.split(",") if options.classes else ()
+    return FuzzRun(url, pid, options.seed, options.failures, only=only)
+
+
 def _own_server(options: argparse.Namespace) -> "FuzzRun":
     server = Server(_MODEL, FLAGS, name="fuzz")
     print(f"the server's log: {server.log}")
     with server:
-        run = FuzzRun(server.base_url, server.pid, options.seed, options.failures)
+        run = _fuzz_run(options, server.base_url, server.pid)
         end = options.offset + options.requests
         number = run.send(options.offset, options.requests)
         while number < end:
@@ -93,6 +102,7 @@ class FuzzRun:
         seed: of all requests.
         failures: file that what fails is added to.
         most_tokens: longest output that is asked for; 0: what the grammar says.
+        only: names of classes; empty: all.
     """
 
     def __init__(
@@ -102,13 +112,15 @@ class FuzzRun:
         seed: int,
         failures: Path | None = None,
         most_tokens: int = 0,
+        only: Sequence[str] = (),
     ):
         self._client = FuzzClient(url)
         self._seed = seed
         self._failures = failures
         self._most_tokens = most_tokens
         models = requests.get(url + "/v1/models", timeout=60).json()
-        self._classes = classes(models["data"][0]["id"])
+        every = classes(models["data"][0]["id"])
+        self._classes = {kind: every[kind] for kind in only or every}
         self._counts: Counter[str] = Counter()
         self._statuses: Counter[str] = Counter()
         self._expected = self._client.known()

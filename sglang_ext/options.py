@@ -79,6 +79,12 @@ class Options:
     max_body_mb: int = _option(
         64, "longest body of a request that is no form, in MiB", low=1, high=4096
     )
+    grammar_cache_mb: int = _option(
+        256,
+        "compiled grammars (json_schema, regex, ebnf, structural_tag) that are kept, in MiB",
+        low=1,
+        high=1 << 20,
+    )
     max_streams: int = _option(
         256,
         "WebSockets and event streams of translation sessions open at once; --namespace-share "

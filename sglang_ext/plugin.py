@@ -40,9 +40,10 @@ def register() -> None:
 
         cpu.register()
     _check_request_options()
-    from sglang_ext.admission import grammars
+    from sglang_ext.admission import grammar_cache, grammars
 
     grammars.register(_is_ours)
+    grammar_cache.register(_is_ours, lambda: Options.from_env().grammar_cache_mb)
     if multiprocessing.parent_process() is None or in_http_worker:
         from sglang_ext.admission import hooks as admission
 
