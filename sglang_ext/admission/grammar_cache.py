@@ -1,19 +1,18 @@
 """A bound on the compiled grammars that a scheduler keeps.
 
-SGLang 0.5.23 keeps every grammar that any request has brought until /flush_cache
-(constrained/base_grammar_backend.py, and the cache of xgrammar's compiler, which has no limit
-there): clients with ever new schemas fill the memory. Past a bound all are forgotten at once, and
-compiled again when they are asked for; requests under way keep their own.
+SGLang 0.5.23 keeps every grammar that any request has brought until /flush_cache, twice: in its own
+table (constrained/base_grammar_backend.py) and in xgrammar's compiler, which it gives no limit.
+A schema of twelve fields takes 14 MiB, so that clients with ever new ones fill the memory. Past the
+bound the oldest are forgotten, and compiled again when they are asked for; requests under way keep
+their own.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
-logger = logging.getLogger(__name__)
-
 # Of 64 KiB of text each at most (patterns.py), and wrong ones are kept as well.
 MOST_GRAMMARS = 1024
+_BACKENDS = "sglang.srt.constrained."
 
 
 def register(is_ours: Callable[[], bool], most_mib: Callable[[], int]) -> None:
@@ -25,38 +24,46 @@ def register(is_ours: Callable[[], bool], most_mib: Callable[[], int]) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    def kept(_result: Any, backend: Any, *_args: Any, **_kwargs: Any) -> None:
+    def made(_result: None, backend: Any, *_args: Any, **_kwargs: Any) -> None:
         if is_ours():
-            bound(backend, most_mib() << 20)
+            backend.grammar_compiler = limited(backend._tokenizer_info, most_mib() << 20)
+
+    def kept(_result: None, backend: Any, *_args: Any, **_kwargs: Any) -> None:
+        if is_ours():
+            bound(backend.cache, most_mib() << 20)
 
     HookRegistry.register(
-        "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.set_cache",
-        kept,
-        HookType.AFTER,
+        _BACKENDS + "xgrammar_backend.XGrammarGrammarBackend.__init__", made, HookType.AFTER
+    )
+    HookRegistry.register(
+        _BACKENDS + "base_grammar_backend.BaseGrammarBackend.set_cache", kept, HookType.AFTER
     )
 
 
-def bound(backend: Any, most_bytes: int) -> None:
-    """Forget all grammars of SGLang's `backend` if they are too many, or take too much.
+def limited(tokenizer_info: Any, most_bytes: int) -> Any:
+    """An xgrammar.GrammarCompiler for a tokenizer, whose cache has a limit."""
+    from xgrammar import GrammarCompiler
+
+    return GrammarCompiler(tokenizer_info, cache_limit_bytes=most_bytes)
+
+
+def bound(cache: dict[Any, Any], most_bytes: int) -> None:
+    """Drop the oldest of SGLang's grammars while they are more than 1024 or take too much.
 
     Args:
+        cache: by what requests asked for; changed.
         most_bytes: of compiled grammars, by xgrammar's count; other compilers do not tell.
     """
-    count, size = len(backend.cache), _compiled_bytes(backend)
-    if count > MOST_GRAMMARS or size > most_bytes:
-        backend.reset()
-        logger.info(
-            "%d grammars of %.1f MiB are forgotten, to be compiled again when asked for "
-            "(--grammar-cache-mb)",
-            count,
-            size / (1 << 20),
-        )
+    sizes = {key: _bytes_of(value) for key, value in cache.items()}
+    total = sum(sizes.values())
+    for key, size in sizes.items():
+        if total <= most_bytes and len(cache) <= MOST_GRAMMARS:
+            return
+        del cache[key]
+        total -= size
 
 
-def _compiled_bytes(backend: Any) -> int:
-    # With a reasoning parser the compiler is one level below.
-    for owner in (backend, getattr(backend, "grammar_backend", None)):
-        compiler: Any = getattr(owner, "grammar_compiler", None)
-        if compiler is not None and hasattr(compiler, "get_cache_size_bytes"):
-            return int(compiler.get_cache_size_bytes())
-    return 0
+def _bytes_of(grammar: Any) -> int:
+    # With a reasoning parser the grammar is one level below.
+    compiled = getattr(getattr(grammar, "grammar", None) or grammar, "ctx", None)
+    return int(getattr(compiled, "memory_size_bytes", 0))

@@ -1,71 +1,71 @@
 """Compiled grammars are bounded: SGLang's own backend class, xgrammar's own compiler."""
 
+from types import SimpleNamespace
+
 import pytest
 import xgrammar
-from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
 from sglang.srt.plugins import hook_registry
 
 from sglang_ext.admission import grammar_cache
 
-MIB = 1 << 20
+INFO = xgrammar.TokenizerInfo([*"abcdefgh", "</s>"], stop_token_ids=[8])
 
 
-class Backend(BaseGrammarBackend):
-    """A small vocabulary's backend, without threads."""
-
-    def __init__(self):
-        self.cache = {}
-        info = xgrammar.TokenizerInfo([*"abcdefgh", "</s>"], stop_token_ids=[8])
-        self.grammar_compiler = xgrammar.GrammarCompiler(info)
-
-    def reset(self):
-        super().reset()
-        self.grammar_compiler.clear_cache()
-
-    def compile(self, number: int) -> None:
-        text = f'root ::= "{"ab" * number}"'
-        self.set_cache(("ebnf", text), self.grammar_compiler.compile_grammar(text))
+def compiled(compiler: xgrammar.GrammarCompiler, number: int) -> xgrammar.CompiledGrammar:
+    return compiler.compile_grammar(f'root ::= "{"ab" * number}"')
 
 
-def test_grammars_within_the_bounds_are_kept():
-    backend = Backend()
-    backend.compile(1)
-    grammar_cache.bound(backend, MIB)
-    assert len(backend.cache) == 1
+def cache_of(count: int) -> dict:
+    compiler = xgrammar.GrammarCompiler(INFO)
+    return {n: SimpleNamespace(ctx=compiled(compiler, n)) for n in range(1, count + 1)}
 
 
-def test_grammars_that_take_too_much_are_forgotten():
-    backend = Backend()
-    for number in range(1, 20):
-        backend.compile(number)
-    size = backend.grammar_compiler.get_cache_size_bytes()
-    grammar_cache.bound(backend, size)
-    assert len(backend.cache) == 19
-    grammar_cache.bound(backend, size - 1)
-    assert not backend.cache
-    assert backend.grammar_compiler.get_cache_size_bytes() < size
+def bytes_of(cache: dict) -> int:
+    return sum(value.ctx.memory_size_bytes for value in cache.values())
 
 
-def test_too_many_grammars_are_forgotten_whatever_they_take():
-    backend = Backend()
-    del backend.grammar_compiler  # not every backend has xgrammar's
-    backend.reset = backend.cache.clear
-    backend.cache.update((("regex", str(n)), None) for n in range(grammar_cache.MOST_GRAMMARS))
-    grammar_cache.bound(backend, 1)
-    assert len(backend.cache) == grammar_cache.MOST_GRAMMARS
-    backend.cache["regex", "one more"] = None
-    grammar_cache.bound(backend, 1)
-    assert not backend.cache
+def test_grammars_within_the_bound_are_kept():
+    cache = cache_of(5)
+    grammar_cache.bound(cache, bytes_of(cache))
+    assert list(cache) == [1, 2, 3, 4, 5]
+
+
+def test_the_oldest_are_dropped_where_all_take_too_much():
+    cache = cache_of(5)
+    most = bytes_of({n: cache[n] for n in (3, 4, 5)})
+    grammar_cache.bound(cache, most)
+    assert list(cache) == [3, 4, 5]
+
+
+def test_grammars_behind_a_reasoning_parser_count():
+    cache = {n: SimpleNamespace(grammar=value) for n, value in cache_of(5).items()}
+    grammar_cache.bound(cache, 1)
+    assert not cache
+
+
+def test_too_many_are_dropped_whatever_they_take():
+    cache = dict.fromkeys(range(grammar_cache.MOST_GRAMMARS + 3))
+    grammar_cache.bound(cache, 1)
+    assert next(iter(cache)) == 3 and len(cache) == grammar_cache.MOST_GRAMMARS
+
+
+def test_the_compilers_own_cache_has_the_limit():
+    compiler = grammar_cache.limited(INFO, 1 << 20)
+    assert compiler.cache_limit_bytes == 1 << 20
+    assert compiled(compiler, 2).tokenizer_info.vocab_size == 9
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_every_grammar_that_is_kept_is_counted(monkeypatch, ours):
+def test_both_hold_for_our_servers_alone(monkeypatch, ours):
     hooks = []
     monkeypatch.setattr(
         hook_registry.HookRegistry, "register", lambda target, hook, kind: hooks.append(hook)
     )
     grammar_cache.register(lambda: ours, lambda: 1)
-    backend = Backend()
-    backend.cache.update((("regex", str(n)), None) for n in range(2000))
-    hooks[0](None, backend, ("regex", "x"), None)
-    assert bool(backend.cache) is not ours
+    made, kept = hooks
+    backend = SimpleNamespace(grammar_compiler=xgrammar.GrammarCompiler(INFO), _tokenizer_info=INFO)
+    made(None, backend)
+    assert backend.grammar_compiler.cache_limit_bytes == (1 << 20 if ours else -1)
+    backend.cache = dict.fromkeys(range(2000))
+    kept(None, backend, "key", None)
+    assert len(backend.cache) == (grammar_cache.MOST_GRAMMARS if ours else 2000)
