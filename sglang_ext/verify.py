@@ -223,5 +223,6 @@ def _sample_rows(logits, sampling_info, rows, positions, sampler) -> torch.Tenso
         if (value := getattr(sampling_info, name)) is not None
     }
     info = dataclasses.replace(sampling_info, **per_row)
+    info.rows = rows  # read by LogitsGuard
     output = LogitsProcessorOutput(next_token_logits=logits)
     return sampler(output, info, False, [], [], positions)

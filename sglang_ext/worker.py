@@ -53,6 +53,7 @@ from sglang_ext.drafting import DraftPlanner
 from sglang_ext.encoder_decoder import decoder_starts, keep_encoder_outputs
 from sglang_ext.host_prefill import HostPrefill
 from sglang_ext.known_tokens import KnownHead
+from sglang_ext.logits_guard import LogitsGuard
 from sglang_ext.metrics import SpeculationMetrics
 from sglang_ext.options import Options
 from sglang_ext.penalties import DevicePenalties, is_penalized
@@ -99,6 +100,7 @@ class SpeculativeWorker(BaseSpecWorker):
         self._last = LastStep()
         self._to_learn: LaunchedTrees | None = None
         self._clock: StepClock | None = None if self.on_host else StepClock(self.device)
+        self._guard = LogitsGuard(self.model_runner.sampler) if self.on_host else None
         # Made in init_cuda_graphs(), where there is a device.
         self._graphs: WidthGraphs | None = None
         # Made in alloc_memory_pool(), once SGLang knows how many requests may run.
@@ -244,7 +246,9 @@ class SpeculativeWorker(BaseSpecWorker):
         return result
 
     def _run(self, batch: ScheduleBatch, on_publish, pp_proxy_tensors) -> StepResult:
-        if not self.on_host:
+        if self._guard is not None:
+            self._guard.reqs = batch.reqs
+        else:
             stream = torch.get_device_module(self.device).current_stream()
             record_stream_for_v2_verify(batch, None, stream)
         if not batch.forward_mode.is_decode():
