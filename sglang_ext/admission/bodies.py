@@ -14,6 +14,8 @@ from sglang_ext.api.errors import error_body
 # SGLang's own JSON goes through pickle and pydantic, which give up at some hundred levels.
 DEEPEST = 100
 _ARRIVES_S = 120.0
+# Routes of SGLang that compute their answer of the body alone: what fails there is in the body.
+_OF_THE_BODY = frozenset({"/parse_function_call", "/separate_reasoning"})
 _METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
 
@@ -63,7 +65,7 @@ class JsonBodies:
         try:
             await self._app(scope, _again(body, receive), send)
         except Exception as error:
-            if not _is_of_parsing(error):
+            if scope["path"] not in _OF_THE_BODY and not _is_of_parsing(error):
                 raise
             message = f"the body cannot be read: {type(error).__name__}: {str(error)[:200]}"
             await _answer(send, 400, message)

@@ -63,6 +63,8 @@ def generate(sampling=None, **fields):
         ("/remove_external_corpus", ["x"]),
         ("/remove_external_corpus", "x"),
         ("/add_external_corpus", 5),
+        ("/parse_function_call", {"text": "x"}),
+        ("/separate_reasoning", {"text": "x", "reasoning_parser": "none"}),
     ],
 )
 def test_what_ended_a_scheduler_or_was_a_500_is_a_400(path, body, sssd_server):

@@ -38,6 +38,7 @@ def client():
 
     app.add_api_route("/echo", echo, methods=["POST"])
     app.add_api_route("/fail", fail, methods=["POST"])
+    app.add_api_route("/separate_reasoning", fail, methods=["POST"])
     app.add_api_route("/typed", typed, methods=["POST"])
     return TestClient(app, raise_server_exceptions=False)
 
@@ -93,6 +94,12 @@ def test_a_validator_that_fails_on_a_body_is_a_400(client):
     assert response.status_code == 400
     assert "the body cannot be read: AttributeError" in response.json()["error"]["message"]
     assert client.post("/typed", json={"format": {"type": "x"}}).json() == {"format": "x"}
+
+
+def test_what_fails_where_the_body_is_all_there_is_is_a_400(client):
+    response = client.post("/separate_reasoning", json={"text": "x"})
+    assert response.status_code == 400
+    assert "the body cannot be read: TypeError" in response.json()["error"]["message"]
 
 
 def test_a_route_that_fails_is_still_a_500(client):
