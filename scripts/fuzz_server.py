@@ -1,7 +1,8 @@
 """Requests that are wrong in every way, against a running server: each gets an answer, none a 500.
 
-Blocks of 50 requests of one class (scripts/fuzz_grammar.py) are sent, eight at a time; after each
-block a valid request must give the tokens that it gave at first. With the seed a request's number
+Blocks of 50 requests of one class (scripts/fuzz_grammar.py) are sent, ten of them alone, for some
+do harm only where nothing else is in their batch, then eight at a time; after each block a valid
+request must give the tokens that it gave at first. With the seed a request's number
 makes the request: --offset goes on where a run was ended, and `--offset N --requests 1` sends one
 again. What fails is printed, and goes to --failures as a line of JSON.
 
@@ -34,6 +35,7 @@ from sglang_ext import processes
 BLOCK = 50
 WARM_UP = 1400
 QUICK_REQUESTS = 2800
+_ALONE = 10
 _PARALLEL = 8
 _MIB = 1 << 20
 _MODEL = "smollm2-135m-instruct"
@@ -181,9 +183,10 @@ class FuzzRun:
     def _send_block(
         self, pool: ThreadPoolExecutor, first: int, part: Sequence[FuzzRequest]
     ) -> None:
-        for number, (request, outcome) in enumerate(
-            zip(part, pool.map(self._client.send, part), strict=True), first
-        ):
+        alone = max(0, _ALONE - first % BLOCK)
+        outcomes = [self._client.send(request) for request in part[:alone]]
+        outcomes += pool.map(self._client.send, part[alone:])
+        for number, (request, outcome) in enumerate(zip(part, outcomes, strict=True), first):
             self._counts["requests"] += 1
             self._statuses[outcome.split()[-1]] += 1
             if outcome.is_good:

@@ -121,6 +121,8 @@ class RequestCheck:
                 f"rid is longer than {LONGEST_RID} bytes, which is the most that can be deleted"
             )
         ids = request.input_ids
+        if ids is not None and not len(ids):
+            raise AdmissionError("the prompt holds no token: give at least one character or id")
         if ids is not None and prompt_is_tokens:
             check_ids("input_ids", ids if isinstance(ids, array) else list(ids), self._vocab_size)
         start = getattr(request, "logprob_start_len", None)

@@ -88,6 +88,7 @@ def test_what_clients_ask_for_is_admitted(fields):
         ({"logprob_start_len": -5}, "logprob_start_len must be -1 or more"),
         ({"lora_id": ["a"]}, "lora_id: Expected"),
         ({"input_ids": array("q", [100])}, "token id 100"),
+        ({"input_ids": array("q", [])}, "the prompt holds no token"),
         ({"rid": "x" * 513}, "longer than 512 bytes"),
         ({"rid": "é" * 300}, "longer than 512 bytes"),
         ({"token_indices_to_pool": [1]}, "token_indices_to_pool"),
