@@ -1,8 +1,8 @@
 """Requests that are wrong in every way, against a running server: each gets an answer, none a 500.
 
-Blocks of 50 requests of one class (scripts/fuzz_grammar.py) are sent, ten of them alone, for some
-do harm only where nothing else is in their batch, then eight at a time; after each block a valid
-request must give the tokens that it gave at first. With the seed a request's number
+Blocks of 50 requests of one class (scripts/fuzz_grammar.py) are sent, six of them alone and with
+short outputs, for some do harm only where nothing else is in their batch, then eight at a time;
+after each block a valid request must give the tokens that it gave at first. With the seed a request's number
 makes the request: --offset goes on where a run was ended, and `--offset N --requests 1` sends one
 again. What fails is printed, and goes to --failures as a line of JSON.
 
@@ -35,7 +35,8 @@ from sglang_ext import processes
 BLOCK = 50
 WARM_UP = 1400
 QUICK_REQUESTS = 2800
-_ALONE = 10
+_ALONE = 6
+_ALONE_TOKENS = 16
 _PARALLEL = 8
 _MIB = 1 << 20
 _MODEL = "smollm2-135m-instruct"
@@ -184,7 +185,9 @@ class FuzzRun:
         self, pool: ThreadPoolExecutor, first: int, part: Sequence[FuzzRequest]
     ) -> None:
         alone = max(0, _ALONE - first % BLOCK)
-        outcomes = [self._client.send(request) for request in part[:alone]]
+        outcomes = [
+            self._client.send(shortened(request, _ALONE_TOKENS)) for request in part[:alone]
+        ]
         outcomes += pool.map(self._client.send, part[alone:])
         for number, (request, outcome) in enumerate(zip(part, outcomes, strict=True), first):
             self._counts["requests"] += 1
