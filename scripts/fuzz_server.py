@@ -2,9 +2,9 @@
 
 Blocks of 50 requests of one class (scripts/fuzz_grammar.py) are sent, six of them alone and with
 short outputs, for some do harm only where nothing else is in their batch, then eight at a time;
-after each block a valid request must give the tokens that it gave at first. With the seed a request's number
-makes the request: --offset goes on where a run was ended, and `--offset N --requests 1` sends one
-again. What fails is printed, and goes to --failures as a line of JSON.
+after each block a valid request must give the tokens that it gave at first. With the seed a
+request's number makes the request: --offset goes on where a run was ended, and `--offset N
+--requests 1` sends one again. What fails is printed, and goes to --failures as a line of JSON.
 
 Memory is that of all of the server's processes (PSS), at the end against after the first 1400
 requests, two blocks of each class, when pools and caches have filled. A server that is started
