@@ -20,7 +20,7 @@ from sglang.srt.layers.quantization.unquant import (
 )
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_ext.cpu.product_rows import pack, product, rows_to_run
+from sglang_ext.cpu.product_rows import pack, product, rounded_up, rows_to_run
 
 PREPACK_VARIABLE = "SGLANG_EXT_CPU_PREPACK"
 _METHODS = "sglang.srt.layers.quantization.unquant"
@@ -47,7 +47,8 @@ class PackedWeight:
         """x [..., K] -> [..., N], of the weight's dtype."""
         x2d = x.reshape(-1, x.shape[-1])
         rows = x2d.shape[0]
-        more = self._rows_to_run[rows] - rows if rows < len(self._rows_to_run) else 0
+        listed = self._rows_to_run
+        more = (listed[rows] if rows < len(listed) else rounded_up(rows)) - rows
         if more:
             out = product(F.pad(x2d, (0, 0, 0, more)), self._packed, bias)[:rows]
         else:

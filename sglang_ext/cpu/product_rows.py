@@ -5,6 +5,10 @@ the same row among several (576 x 1536, for one), and few rows may take longer t
 an AMD EPYC with AVX-512, two rows take longer than five (scripts/bench_products.py). Both depend
 on the processor, so both are tried out on random numbers when a model is loaded, which takes some
 0.2 s for each shape of weight.
+
+For each number of rows and shape of weight oneDNN compiles a kernel of some 0.6 MiB, and it and
+torch keep 1,024 of them each: prompts of all lengths took 1.2 GiB. So many rows run as one of few
+numbers of rows.
 """
 
 import functools
@@ -26,6 +30,10 @@ _MOST_TIMED, _ROUNDS = 8, 5
 _COLD_BYTES, _MOST_COPIES = 48 << 20, 64
 # More rows than needed are run for at least this gain.
 _LEAST_GAIN = 1.1
+# Up to so many, rows run as they are: that many a step of decoding has.
+_EACH_COUNT_UP_TO = 64
+# From there on, so many numbers of rows between one power of two and the next.
+_COUNTS_PER_OCTAVE = 16
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -53,6 +61,17 @@ def rows_to_run(rows: int, columns: int, dtype: torch.dtype, threads: int) -> tu
     fewest = fewest_rows(weight)
     seconds = _seconds_by_rows(weight)
     return (0, *(_quickest(seconds, max(n, fewest)) for n in range(1, _MOST_TIMED + 1)))
+
+
+def rounded_up(rows: int) -> int:
+    """The number of rows that a product of `rows` runs with, so that few kernels are compiled.
+
+    At most a sixteenth more, and none up to 64.
+    """
+    if rows <= _EACH_COUNT_UP_TO:
+        return rows
+    step = (1 << (rows - 1).bit_length() - 1) // _COUNTS_PER_OCTAVE
+    return -(-rows // step) * step
 
 
 def fewest_rows(weight: torch.Tensor) -> int:

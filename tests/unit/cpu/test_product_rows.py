@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sglang_ext.cpu import linear, product_rows
-from sglang_ext.cpu.product_rows import rows_to_run
+from sglang_ext.cpu.product_rows import rounded_up, rows_to_run
 
 SHAPE = (37, 19)
 
@@ -42,11 +42,19 @@ def test_rows_that_are_not_there_leave_no_trace(timed, generator):
     weight = torch.randn(*SHAPE, generator=generator)
     bias = torch.randn(SHAPE[0], generator=generator)
     packed = linear.PackedWeight(weight)
-    for size in ((0,), (1,), (2, 2), (1, 5), (9,)):
+    for size in ((0,), (1,), (2, 2), (1, 5), (9,), (65,)):
         x = torch.randn(*size, SHAPE[1], generator=generator)
         out = packed.linear(x, bias)
         assert out.shape == (*size, SHAPE[0])
         torch.testing.assert_close(out, torch.nn.functional.linear(x, weight, bias))
+
+
+def test_many_rows_run_as_one_of_few_numbers():
+    runs = [rounded_up(n) for n in range(1, 8193)]
+    assert runs[:64] == list(range(1, 65))
+    assert all(n <= run <= n * 17 / 16 for n, run in enumerate(runs, 1))
+    assert len(set(runs)) == 64 + 7 * 16
+    assert all(rounded_up(run) == run for run in runs)
 
 
 def test_times_are_of_this_machine():
