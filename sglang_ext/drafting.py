@@ -112,7 +112,7 @@ class DraftPlanner:
                     drafts, hook([r.draft for _, r in drafts], self._max_width - 1), strict=True
                 ):
                     chain.check(self._vocab_size)
-                    chains[i] = chain.clipped(_depth(r))
+                    chains[i] = chain.before(r.ends).clipped(_depth(r))
             except Exception:
                 logger.exception("drafter %s failed to foresee", type(drafter).__name__)
         if self.metrics is not None and any(map(len, chains)):
@@ -329,7 +329,8 @@ class DraftPlanner:
             proposed = list(drafter.propose(drafts, self._max_width - 1))
             check_all(proposed, self._vocab_size)
             for i, tree in zip(rows, proposed, strict=True):
-                trees[i] = tree.clipped(depths[i]).first(running[i].max_nodes)
+                r = running[i]
+                trees[i] = tree.before(r.ends).clipped(depths[i]).first(r.max_nodes)
         except Exception:
             # A drafter must not take the scheduler down with it: this step goes undrafted.
             logger.exception("drafter %s failed to propose", type(drafter).__name__)

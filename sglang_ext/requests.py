@@ -4,8 +4,11 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from datastores import DEFAULT_NAMESPACE
 from sglang_ext.budget import Calibration
@@ -137,6 +140,9 @@ class RunningRequest:
     fixed_budget: bool = False
     finished: bool = False
     """It has left; under overlap scheduling a step that was launched before may still end."""
+    ends: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """int64[k], tokens that end it. None is drafted: with what follows it committed in the same
+    step SGLang would look for stop strings behind the end (Req.update_finish_state)."""
     ready_at: float | None = None
     """When its drafter was prepared while its KV was on its way (time.perf_counter), until that
     has been reported."""
@@ -151,6 +157,17 @@ class RunningRequest:
         """How many tokens the request may still write."""
         limit = self.req.sampling_params.max_new_tokens
         return (1 << 30 if limit is None else limit) - len(self.draft.output)
+
+
+def ending_tokens(req: "Req") -> npt.NDArray[np.int64]:
+    """int64[k], the tokens that end a request: those of SGLang's Req._check_token_based_finish."""
+    params, tokenizer = req.sampling_params, req.tokenizer
+    if params.ignore_eos:
+        return np.empty(0, np.int64)
+    ends = {*(params.stop_token_ids or ()), *(req.eos_token_ids or ())}
+    if tokenizer is not None:
+        ends |= {tokenizer.eos_token_id, *(tokenizer.additional_stop_token_ids or ())}
+    return np.array(sorted(ends - {None}), dtype=np.int64)
 
 
 class RequestTable:
@@ -331,6 +348,7 @@ class RequestTable:
             min(length, self._max_nodes),
             self._calibrations[name if name in self._drafters else NO_DRAFTER].for_request(),
             fixed_budget=options.budget == "fixed",
+            ends=ending_tokens(req),
         )
 
     def _append(self, known: RunningRequest, output_ids: Any, extra: Sequence[int]) -> None:

@@ -75,7 +75,16 @@ class TokenTree:
         """The subtree of the nodes no deeper than `max_depth`."""
         if len(self) <= max_depth:
             return self
-        keep = self.depths() <= max_depth
+        return self._kept(self.depths() <= max_depth)
+
+    def before(self, ends: npt.NDArray[np.int64]) -> "TokenTree":
+        """The subtree without nodes that hold one of the tokens `ends`, int64[k], or lie behind."""
+        if not len(self) or not len(ends):
+            return self
+        return self._kept(_before(self.tokens, self.parents, ends))
+
+    def _kept(self, keep: npt.NDArray[np.bool_]) -> "TokenTree":
+        """The nodes of `keep`, bool[n]; the parent of each must be among them."""
         if keep.all():
             return self
         new_index = (np.cumsum(keep) - 1).astype(np.int32)
@@ -262,6 +271,18 @@ def _depths(parents):
     for i in range(len(parents)):
         depths[i] = 1 if parents[i] < 0 else depths[parents[i]] + 1
     return depths
+
+
+@numba.njit(cache=True, nogil=True)
+def _before(tokens, parents, ends):
+    keep = np.ones(len(tokens), dtype=np.bool_)
+    for i in range(len(tokens)):
+        if parents[i] >= 0 and not keep[parents[i]]:
+            keep[i] = False
+        for end in ends:
+            if tokens[i] == end:
+                keep[i] = False
+    return keep
 
 
 @numba.njit(cache=True, nogil=True)

@@ -71,9 +71,12 @@ class FakeReq:
         self.kv = SimpleNamespace(kv_allocated_len=0)
         self.origin_input_ids = [0] * self.encoder + self.prompt
         self.origin_input_ids_unpadded = self.prompt
+        self.eos_token_ids = self.tokenizer = None
         params = {} if self.drafter is None else {"drafter": self.drafter}
         self.sampling_params = SimpleNamespace(
             custom_params=params,
+            ignore_eos=False,
+            stop_token_ids=None,
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=0,
             frequency_penalty=0.0,

@@ -114,6 +114,7 @@ def _request(rid: str) -> Any:
     params = SimpleNamespace(
         max_new_tokens=1 << 20, min_new_tokens=0, custom_params=None,
         frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0,
+        ignore_eos=False, stop_token_ids=None,
     )  # fmt: skip
     prompt = list(range(_PROMPT))
     return SimpleNamespace(
@@ -121,6 +122,8 @@ def _request(rid: str) -> Any:
         origin_input_ids=prompt,
         origin_input_ids_unpadded=prompt,
         output_ids=[1],
+        eos_token_ids=None,
+        tokenizer=None,
         sampling_params=params,
     )
 

@@ -13,7 +13,7 @@ from sglang_ext.cost_model import CostModel
 from sglang_ext.drafters import Bias, DrafterContext, DrafterError
 from sglang_ext.drafting import DraftPlanner
 from sglang_ext.options import Options
-from sglang_ext.requests import RequestOptionError, RequestOptions
+from sglang_ext.requests import RequestOptionError, RequestOptions, ending_tokens
 from sglang_ext.tree import TokenTree, pack
 
 FLAT_COST = {1: 1.0, 64: 1.0}
@@ -48,7 +48,11 @@ def request(rid: str, output: list[int], max_new_tokens: int = 100, **params: An
         output_ids=list(output),
         output_ids_through_stop=list(output),
         finished_reason=None,
+        eos_token_ids={49},
+        tokenizer=None,
         sampling_params=SimpleNamespace(
+            ignore_eos=False,
+            stop_token_ids=None,
             max_new_tokens=max_new_tokens,
             min_new_tokens=0,
             frequency_penalty=0.0,
@@ -255,6 +259,31 @@ def test_drafting_that_never_pays_takes_little_of_the_time(budget, calls, monkey
         plan.note_step(1, 0.02, plan.reads(running))
     proposed = sum(call == ("propose",) for call in drafter.calls)
     assert proposed == pytest.approx(calls, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("ending", "drafted"),
+    [
+        ({}, [7]),
+        ({"ignore_eos": True}, [7, 49, 8]),
+        ({"ignore_eos": True, "stop_token_ids": [7]}, [7, 49, 8]),
+        ({"stop_token_ids": [7]}, []),
+    ],
+)
+def test_what_ends_a_request_is_not_drafted(monkeypatch, ending, drafted):
+    # Committed in one step with what follows it, SGLang would look for stop strings behind it.
+    plan = planner(monkeypatch, a=Recorder(TokenTree.chain([7, 49, 8])))
+    req = request("r", [10])
+    vars(req.sampling_params).update(ending)
+    trees, _ = plan.plan(plan.requests.update([req], None))
+    assert trees[0].tokens.tolist() == drafted
+
+
+def test_every_token_that_sglang_ends_a_request_at_is_known():
+    req = request("r", [10])
+    req.sampling_params.stop_token_ids = {3}
+    req.tokenizer = SimpleNamespace(eos_token_id=5, additional_stop_token_ids={6, 49})
+    assert ending_tokens(req).tolist() == [3, 5, 6, 49]
 
 
 def test_metrics_tell_what_was_proposed_and_accepted(monkeypatch):

@@ -84,6 +84,19 @@ def test_clipped_keeps_the_shallow_nodes_and_their_links(tree, depth):
     assert list(clipped.depths()) == [tree.depths()[i] for i in expected]
 
 
+@given(trees(), st.sets(st.integers(0, 5), max_size=3))
+def test_before_drops_the_ends_and_what_is_behind_them(tree, ends):
+    before = tree.before(np.array(sorted(ends), dtype=np.int64))
+    before.check(4)
+    expected = [
+        i
+        for i in range(len(tree))
+        if not ends & {tree.tokens[n - 1] for n in ancestors(list(tree.parents), i + 1) - {0}}
+    ]
+    assert list(before.tokens) == [tree.tokens[i] for i in expected]
+    assert list(before.depths()) == [tree.depths()[i] for i in expected]
+
+
 def test_chain_is_a_branch_with_falling_probabilities():
     chain = TokenTree.chain([5, 6, 7], prob=0.5)
     assert list(chain.parents) == [-1, 0, 1]
