@@ -187,9 +187,8 @@ class FuzzRun:
         self, pool: ThreadPoolExecutor, first: int, part: Sequence[FuzzRequest]
     ) -> None:
         alone = max(0, _ALONE - first % BLOCK)
-        outcomes = [
-            self._client.send(shortened(request, _ALONE_TOKENS)) for request in part[:alone]
-        ]
+        part = [*(shortened(each, _ALONE_TOKENS) for each in part[:alone]), *part[alone:]]
+        outcomes = [self._client.send(each) for each in part[:alone]]
         outcomes += pool.map(self._client.send, part[alone:])
         for number, (request, outcome) in enumerate(zip(part, outcomes, strict=True), first):
             self._counts["requests"] += 1
