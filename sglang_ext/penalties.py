@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_ext.cuda.staging import to_device
+from sglang_ext.requests import stop_tokens
 from sglang_ext.token_counts import Ids, TokenCounts
 from sglang_ext.tree import PackedTrees
 
@@ -320,12 +321,8 @@ def _stop_tokens(req: "Req", vocab_size: int) -> Ids:
     """The tokens that min_new_tokens forbids at first (sampling/penaltylib/min_new_tokens.py)."""
     if req.sampling_params.min_new_tokens <= 0:
         return np.empty(0, dtype=np.int64)
-    tokenizer = req.tokenizer
-    tokens = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
-    tokens |= set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
-    tokens.add(getattr(tokenizer, "eos_token_id", None))
     # A client names what it likes.
-    inside = sorted(t for t in tokens if t is not None and 0 <= t < vocab_size)
+    inside = sorted(t for t in stop_tokens(req) if 0 <= t < vocab_size)
     return np.array(inside, dtype=np.int64)
 
 

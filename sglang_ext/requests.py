@@ -161,13 +161,17 @@ class RunningRequest:
 
 def ending_tokens(req: "Req") -> npt.NDArray[np.int64]:
     """int64[k], the tokens that end a request: those of SGLang's Req._check_token_based_finish."""
-    params, tokenizer = req.sampling_params, req.tokenizer
-    if params.ignore_eos:
-        return np.empty(0, np.int64)
-    ends = {*(params.stop_token_ids or ()), *(req.eos_token_ids or ())}
-    if tokenizer is not None:
-        ends |= {tokenizer.eos_token_id, *(tokenizer.additional_stop_token_ids or ())}
-    return np.array(sorted(ends - {None}), dtype=np.int64)
+    ends = () if req.sampling_params.ignore_eos else stop_tokens(req)
+    return np.array(sorted(ends), dtype=np.int64)
+
+
+def stop_tokens(req: "Req") -> set[int]:
+    """The tokens that a request's parameters, its model and its tokenizer stop at."""
+    tokenizer = req.tokenizer
+    tokens = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
+    tokens |= set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
+    tokens.add(getattr(tokenizer, "eos_token_id", None))
+    return tokens - {None}
 
 
 class RequestTable:
