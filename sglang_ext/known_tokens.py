@@ -1,6 +1,6 @@
 """Tokens that a prefill has shown beyond a request's first: kept until its first decode step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,17 @@ class KnownTokens:
     first: int
     tokens: list[int]
     kv: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def before(self, ends: Container[int]) -> "KnownTokens | None":
+        """Without a last token that is one of `ends`; None if nothing is left.
+
+        The step that follows writes it again, as its own last token: what it wrote behind the end
+        would be looked through for stop strings (SGLang's Req.update_finish_state).
+        """
+        if self.tokens[-1] not in ends:
+            return self
+        kv = [(k[:-1], v[:-1]) for k, v in self.kv]
+        return KnownTokens(self.first, self.tokens[:-1], kv) if len(self.tokens) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -110,8 +121,10 @@ class KnownTable:
         found: list[KnownTokens | None] = []
         for r in running:
             req, known = self._known.pop(r.draft.rid, (None, None))
-            fits = known is not None and req is r.req and r.draft.output == [known.first]
-            found.append(known if fits else None)
+            if known is None or req is not r.req or r.draft.output != [known.first]:
+                found.append(None)
+            else:
+                found.append(known.before(r.ends))
         return found if any(found) else []
 
     def forget(self, rid: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import requests
 
-from scripts.prompts import Prompt
+from scripts.prompts import Prompt, tokenizer
 from scripts.server import Server
-from tests.server.conftest import CHUNK, JSON_SCHEMA
+from tests.server.conftest import CHUNK, JSON_SCHEMA, MODEL
 
 DRAFTERS = ("sssd", "random")
 
@@ -170,12 +170,18 @@ def test_streaming_adds_up_to_the_whole(sssd_server, prompts):
     assert lengths == sorted(lengths) and lengths[-1] == whole["meta_info"]["completion_tokens"]
 
 
+def served_until_drafted(server: Server, prompt: Prompt, **sampling: Any):
+    """The answer to a prompt, asked for until most of it is drafted from what was served."""
+    for _ in range(40):  # live ingest takes a moment
+        served = answer(server, prompt, ignore_eos=True, **sampling)
+        if served["meta_info"]["spec_accept_length"] > 3:
+            break
+    return served
+
+
 def test_repeated_prompts_are_drafted_from_what_was_served(sssd_server, prompts):
     first = answer(sssd_server, prompts[3], max_new_tokens=64, ignore_eos=True)
-    for _ in range(40):  # live ingest takes a moment
-        again = answer(sssd_server, prompts[3], max_new_tokens=64, ignore_eos=True)
-        if again["meta_info"]["spec_accept_length"] > 3:
-            break
+    again = served_until_drafted(sssd_server, prompts[3], max_new_tokens=64)
     assert again["output_ids"] == first["output_ids"]
     assert again["meta_info"]["spec_accept_length"] > 3
 
@@ -195,3 +201,24 @@ def test_what_was_never_seen_is_drafted_from_the_targets_bigrams(
         assert ours["output_ids"] == plain_answer(plain_server, prompt)["output_ids"]
     assert counted("proposed_tokens_total") > proposed
     assert counted("accepted_tokens_total") > accepted
+
+
+def test_a_stop_string_behind_the_end_of_an_answer_is_not_looked_for(
+    plain_server, sssd_server, prompts
+):
+    """SGLang looks for stop strings in all tokens of a step before it looks for its end."""
+    ids = served_until_drafted(sssd_server, prompts[4], max_new_tokens=48)["output_ids"]
+    decode = tokenizer(MODEL).decode
+    tried = 0
+    for end in range(4, len(ids) - 2):
+        stop = decode(ids[end + 1 : end + 2])
+        if ids[end] in ids[:end] or stop in decode(ids[: end + 1]):
+            continue
+        tried += 1
+        sampling = {"stop_token_ids": [ids[end]], "stop": [stop], "no_stop_trim": True}
+        expected = answer(plain_server, prompts[4], **sampling)
+        got = answer(sssd_server, prompts[4], **sampling)
+        assert expected["output_ids"] == ids[: end + 1]
+        assert got["output_ids"] == expected["output_ids"]
+        assert got["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
+    assert tried >= 5

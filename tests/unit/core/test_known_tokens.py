@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,8 +45,31 @@ def test_a_steps_tokens_go_behind_the_known_ones(most, columns):
     assert tokens.tolist() == [row[:columns] for row in rows]
 
 
+def test_an_end_is_left_to_the_step_that_follows():
+    kv = torch.arange(2.0)
+    known = KnownTokens(6, [7, 2], [(kv, kv + 5)])
+    assert known.before(np.array([3])) is known
+    shorter = known.before(np.array([2, 3]))
+    assert (shorter.first, shorter.tokens) == (6, [7])
+    [(k, v)] = shorter.kv
+    assert (k.tolist(), v.tolist()) == ([0], [5])
+    assert KnownTokens(6, [2]).before(np.array([2])) is None
+
+
 def test_what_is_known_is_of_one_request_and_not_of_its_namesake():
     table, req = KnownTable(), SimpleNamespace(rid="a")
     table.add(req, KnownTokens(6, [7]))
     assert table and table.has(req)
     assert not table.has(SimpleNamespace(rid="a")) and not table.has(SimpleNamespace(rid="b"))
+
+
+@pytest.mark.parametrize("ends, tokens", [([3], [7, 2]), ([2], [7])])
+def test_a_request_is_given_what_is_known_up_to_what_ends_it(ends, tokens):
+    table, req = KnownTable(), SimpleNamespace(rid="a")
+    table.add(req, KnownTokens(6, [7, 2]))
+    running = SimpleNamespace(
+        req=req, draft=SimpleNamespace(rid="a", output=[6]), ends=np.array(ends)
+    )
+    [known] = table.take([running])
+    assert known.tokens == tokens
+    assert table.take([running]) == []
