@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,7 +78,9 @@ def batch_of(*rids: str):
 
 def running(batch, *outputs):
     return [
-        SimpleNamespace(req=req, draft=SimpleNamespace(rid=req.rid, output=list(output)))
+        SimpleNamespace(
+            req=req, draft=SimpleNamespace(rid=req.rid, output=list(output)), ends=np.array([])
+        )
         for req, output in zip(batch.reqs, outputs, strict=False)
     ]
 
