@@ -121,10 +121,8 @@ class KnownTable:
         found: list[KnownTokens | None] = []
         for r in running:
             req, known = self._known.pop(r.draft.rid, (None, None))
-            if known is None or req is not r.req or r.draft.output != [known.first]:
-                found.append(None)
-            else:
-                found.append(known.before(r.ends))
+            fits = known is not None and req is r.req and r.draft.output == [known.first]
+            found.append(known if fits else None)
         return found if any(found) else []
 
     def forget(self, rid: str) -> None:

@@ -41,6 +41,7 @@ from sglang_ext.bias import Expected, prefer_next_tokens
 from sglang_ext.bigrams import bigrams_of
 from sglang_ext.budget import knee
 from sglang_ext.costs import cost_model_of, costs_of
+from sglang_ext.cpu.heap import HeapTrim
 from sglang_ext.cuda import backends
 from sglang_ext.cuda.clock import StepClock
 from sglang_ext.cuda.graphs import WidthGraphs
@@ -101,6 +102,7 @@ class SpeculativeWorker(BaseSpecWorker):
         self._to_learn: LaunchedTrees | None = None
         self._clock: StepClock | None = None if self.on_host else StepClock(self.device)
         self._guard = LogitsGuard(self.model_runner.sampler) if self.on_host else None
+        self._heap = HeapTrim() if self.on_host else None
         # Made in init_cuda_graphs(), where there is a device.
         self._graphs: WidthGraphs | None = None
         # Made in alloc_memory_pool(), once SGLang knows how many requests may run.
@@ -248,7 +250,9 @@ class SpeculativeWorker(BaseSpecWorker):
     def _run(self, batch: ScheduleBatch, on_publish, pp_proxy_tensors) -> StepResult:
         if self._guard is not None:
             self._guard.reqs = batch.reqs
-        else:
+        if self._heap is not None:
+            self._heap.trim_if_due()
+        if not self.on_host:
             stream = torch.get_device_module(self.device).current_stream()
             record_stream_for_v2_verify(batch, None, stream)
         if not batch.forward_mode.is_decode():
@@ -301,7 +305,9 @@ class SpeculativeWorker(BaseSpecWorker):
     ) -> KnownHead | None:
         """Commit what prefills have shown of these requests; the step goes on behind it."""
         known = self._prefills.known.take(running)
-        if not known or batch.return_logprob:  # which known tokens come without
+        if not all(known):  # a pass goes on behind them
+            known = [k and k.before(r.ends) for r, k in zip(running, known, strict=True)]
+        if not any(known) or batch.return_logprob:  # which known tokens come without
             return None
         head = self._prefills.store(batch, known)
         for r, k in zip(running, known, strict=True):

@@ -416,7 +416,7 @@ class OverlapLoop:
         made.req_to_token_pool = pool
         made._role = "decode" if self._from_afar else "null"
         made._plans, made._last, made._to_learn = True, LastStep(), None
-        made._clock, made._graphs, made._guard = NoClock(), None, None
+        made._clock, made._graphs, made._guard, made._heap = NoClock(), None, None, None
         made._prefills = prefill.DevicePrefill(self._target, made.planner, True, "cpu")
         made._prefills.store = self._counted_tokens(made._prefills.store)
         made._decode_blindly = self._counted(made._decode_blindly)

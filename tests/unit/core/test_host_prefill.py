@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -78,9 +77,7 @@ def batch_of(*rids: str):
 
 def running(batch, *outputs):
     return [
-        SimpleNamespace(
-            req=req, draft=SimpleNamespace(rid=req.rid, output=list(output)), ends=np.array([])
-        )
+        SimpleNamespace(req=req, draft=SimpleNamespace(rid=req.rid, output=list(output)))
         for req, output in zip(batch.reqs, outputs, strict=False)
     ]
 

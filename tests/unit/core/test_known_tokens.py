@@ -61,15 +61,3 @@ def test_what_is_known_is_of_one_request_and_not_of_its_namesake():
     table.add(req, KnownTokens(6, [7]))
     assert table and table.has(req)
     assert not table.has(SimpleNamespace(rid="a")) and not table.has(SimpleNamespace(rid="b"))
-
-
-@pytest.mark.parametrize("ends, tokens", [([3], [7, 2]), ([2], [7])])
-def test_a_request_is_given_what_is_known_up_to_what_ends_it(ends, tokens):
-    table, req = KnownTable(), SimpleNamespace(rid="a")
-    table.add(req, KnownTokens(6, [7, 2]))
-    running = SimpleNamespace(
-        req=req, draft=SimpleNamespace(rid="a", output=[6]), ends=np.array(ends)
-    )
-    [known] = table.take([running])
-    assert known.tokens == tokens
-    assert table.take([running]) == []

@@ -142,8 +142,7 @@ def test_what_is_right_is_known_when_the_result_comes(monkeypatch):
     prefill.learn(wait=False)
     assert prefill._planner.told == [(["a", "b"], [[6, 7, 8, 10], [21, 31]])]
     assert prefill.expects(batch.reqs) and not prefill.expects(batch.reqs[1:])
-    draft = SimpleNamespace(rid="a", output=[6])
-    running = [SimpleNamespace(req=batch.reqs[0], draft=draft, ends=())]
+    running = [SimpleNamespace(req=batch.reqs[0], draft=SimpleNamespace(rid="a", output=[6]))]
     (known,) = prefill.known.take(running)
     assert known == KnownTokens(6, [7, 8])
     assert prefill.store(batch, [known]).tokens.tolist() == [[7, 8]]
