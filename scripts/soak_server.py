@@ -7,8 +7,8 @@ some leave in the middle or abort; namespaces and requests are deleted and cache
 
 unprovoked_errors: answers that are not the ones expected, greedy outputs that differ from the
 first ones among them (wrong_outputs). The server's process tree is sampled; growths are from the
-middle of the run to its end (medians of a tenth of it), the slope is a line through the second
-half. Exit code 1 where a limit is broken: LIMITS.
+middle of the run to its end (medians of a tenth of it), the slope is a line through each minute's
+least of the second half. Exit code 1 where a limit is broken: LIMITS.
 
     python -m scripts.soak_server [--minutes M] [--clients N] [--whisper MODEL] [--seed S]
         [--quick] [--json FILE]
@@ -87,20 +87,38 @@ def growth_figures(samples: Sequence[Sample]) -> dict[str, float]:
     tenth = max(1, len(samples) // 10)
     lasting = set[int].intersection(*(set(s.rss_mib_by_pid) for s in half))
     rss = [sum(s.rss_mib_by_pid[pid] for pid in lasting) for s in half]
-    slope = np.polyfit([s.minutes for s in half], rss, 1)[0]
+    slope = slope_of_least([s.minutes for s in half], rss)
 
     def growth(name: str) -> float:
         first, last = ([getattr(s, name) for s in part] for part in (half[:tenth], half[-tenth:]))
         return statistics.median(last) - statistics.median(first)
 
     return {
-        "rss_slope_mib_per_minute_second_half": float(slope),
+        "rss_slope_mib_per_minute_second_half": slope,
         "rss_mib_end": half[-1].rss_mib,
         "rss_growth_mib": growth("rss_mib"),
         "threads_growth": growth("threads"),
         "files_growth": growth("files"),
         "sockets_growth": growth("sockets"),
     }
+
+
+def slope_of_least(minutes: Sequence[float], mib: Sequence[float]) -> float:
+    """MiB a minute, of a line through each minute's least sample.
+
+    What one request takes for its time comes on top and is gone again, 170 MiB at times: a line
+    through all samples follows where such peaks fall. What is kept raises the least as well.
+
+    Args:
+        minutes, mib: in order, as many of both. Samples of less than two minutes are a line's
+            points themselves.
+    """
+    least = dict[int, tuple[float, float]]()
+    for at, value in zip(minutes, mib, strict=True):
+        if int(at) not in least or value < least[int(at)][1]:
+            least[int(at)] = at, value
+    points = list(least.values()) if len(least) > 1 else list(zip(minutes, mib, strict=True))
+    return float(np.polyfit(*zip(*points, strict=True), 1)[0])
 
 
 def table(samples: Sequence[Sample]) -> str:

@@ -38,6 +38,23 @@ def test_a_process_that_comes_and_goes_is_no_leak():
     assert figures["rss_mib_end"] == 1180
 
 
+def test_peaks_of_requests_under_way_are_no_slope_but_a_leak_beneath_them_is():
+    rng = random.Random(1)
+    # A fifth of the samples is high, all of them in the last minutes: a line through all rises.
+    peaks = {n for n in range(800, 1000) if rng.random() < 0.7}
+
+    def run(leak: float) -> float:
+        run = [
+            Sample(n / 30, {7: 6000 + leak * n / 30 + rng.uniform(0, 9) + 170 * (n in peaks)},
+                   50, 100, 20)
+            for n in range(1000)
+        ]  # fmt: skip
+        return growth_figures(run)["rss_slope_mib_per_minute_second_half"]
+
+    assert abs(run(0)) < 0.3
+    assert run(3) == pytest.approx(3, abs=0.3)
+
+
 def test_each_limit_that_is_broken_is_named():
     figures = growth_figures(samples(lambda minute: 3 * minute))
     figures |= {"unprovoked_errors": 1, "wrong_outputs": 0}
