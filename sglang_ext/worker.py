@@ -37,7 +37,7 @@ from sglang.srt.speculative.spec_utils import (
 from sglang.srt.utils import broadcast_pyobj
 
 from sglang_ext.api import control
-from sglang_ext.bias import Expected, prefer_next_tokens
+from sglang_ext.step.bias import Expected, prefer_next_tokens
 from sglang_ext.bigrams import bigrams_of
 from sglang_ext.budget import knee
 from sglang_ext.costs import cost_model_of, costs_of
@@ -50,27 +50,27 @@ from sglang_ext.cuda.widths import default_widths
 from sglang_ext.disaggregation.arrivals import tell_of_arrivals
 from sglang_ext.drafters import DrafterContext
 from sglang_ext.drafters.corpora import Corpora, documents_of
-from sglang_ext.drafting import DraftPlanner
+from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.encoder_decoder import decoder_starts, keep_encoder_outputs
-from sglang_ext.host_prefill import HostPrefill
-from sglang_ext.known_tokens import KnownHead
-from sglang_ext.logits_guard import LogitsGuard
-from sglang_ext.metrics import SpeculationMetrics
+from sglang_ext.step.host_prefill import HostPrefill
+from sglang_ext.step.known_tokens import KnownHead
+from sglang_ext.step.logits_guard import LogitsGuard
+from sglang_ext.step.metrics import SpeculationMetrics
 from sglang_ext.options import Options
-from sglang_ext.penalties import DevicePenalties, is_penalized
-from sglang_ext.ragged import (
+from sglang_ext.step.penalties import DevicePenalties, is_penalized
+from sglang_ext.step.ragged import (
     can_leave_padding_out,
     leave_padding_out,
     needs_every_row,
     put_padding_back,
 )
-from sglang_ext.relay import LastStep, StepResult
-from sglang_ext.requests import RunningRequest
-from sglang_ext.step_plan import LaunchedTrees, Step, StepPlan, share, share_flag
+from sglang_ext.step.relay import LastStep, StepResult
+from sglang_ext.step.request_table import RunningRequest
+from sglang_ext.step.step_plan import LaunchedTrees, Step, StepPlan, share, share_flag
 from sglang_ext.tokenizers import fingerprint
 from sglang_ext.tree import PackedTrees, TokenTree, pack
-from sglang_ext.verify import Accepted, accept_on_device, accept_on_host
-from sglang_ext.verify_batch import VerifyBatches
+from sglang_ext.step.verify import Accepted, accept_on_device, accept_on_host
+from sglang_ext.step.verify_batch import VerifyBatches
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from scripts.emulation.overlap_loop import LateCopy
-from sglang_ext import drafting
+from sglang_ext.step import planner as drafting
 from sglang_ext.cost_model import CostModel
 from sglang_ext.cuda.staging import mask_starts, to_device
 from sglang_ext.cuda.widths import default_widths
 from sglang_ext.drafters import DrafterContext
-from sglang_ext.drafting import DraftPlanner
+from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.options import Options
-from sglang_ext.relay import LastStep, StepResult
+from sglang_ext.step.relay import LastStep, StepResult
 from sglang_ext.tree import TokenTree, pack
 
 _WIDTH, _VOCAB, _PROMPT, _PER_STEP = 16, 128_256, 500, 3

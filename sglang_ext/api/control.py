@@ -19,7 +19,7 @@ import numpy as np
 from datastores import Datastore, DatastoreError, DeletionPending
 from sglang_ext.api import protocol
 from sglang_ext.drafters.corpora import Corpora
-from sglang_ext.requests import RequestOptionError, check_namespace
+from sglang_ext.step.request_table import RequestOptionError, check_namespace
 
 logger = logging.getLogger(__name__)
 

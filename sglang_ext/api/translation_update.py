@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_ext.api.translator import OnText
 from sglang_ext.api.uploads import ApiError
-from sglang_ext.requests import shown
+from sglang_ext.step.request_table import shown
 
 Message = dict[str, Any]
 Work = Callable[[OnText], Coroutine[Any, Any, Message]]

@@ -37,7 +37,7 @@ from sglang_ext.api.translation_update import Message, RunningUpdate
 from sglang_ext.api.translator import Translator
 from sglang_ext.api.uploads import ApiError
 from sglang_ext.options import Options
-from sglang_ext.requests import RequestOptionError, check_namespace
+from sglang_ext.step.request_table import RequestOptionError, check_namespace
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -23,8 +23,8 @@ from sglang.srt.speculative.spec_utils import record_stream_each
 
 from sglang_ext.cuda.staging import to_device
 from sglang_ext.encoder_decoder import decoder_starts
-from sglang_ext.known_tokens import KnownHead, KnownTable, KnownTokens, right_tokens
-from sglang_ext.prefill_drafts import can_read_drafts, prefill_plainly, put_back
+from sglang_ext.step.known_tokens import KnownHead, KnownTable, KnownTokens, right_tokens
+from sglang_ext.step.prefill_drafts import can_read_drafts, prefill_plainly, put_back
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.utils import GenerationBatchResult
 
     from sglang_ext.drafters import Bias
-    from sglang_ext.drafting import DraftPlanner
-    from sglang_ext.relay import StepResult
+    from sglang_ext.step.planner import DraftPlanner
+    from sglang_ext.step.relay import StepResult
     from sglang_ext.tree import TokenTree
 
 # What the pass changes of a batch, put back behind it.

@@ -16,7 +16,7 @@ from sglang_ext.api.app import extend
 from sglang_ext.api.client import call, call_all
 from sglang_ext.api.control import ControlError, ControlServer, reply, serve
 from sglang_ext.api.namespaces import with_header
-from sglang_ext.requests import RequestOptionError
+from sglang_ext.step.request_table import RequestOptionError
 
 HEADER = "x-tenant"
 

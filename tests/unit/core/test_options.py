@@ -7,7 +7,7 @@ import pytest
 from sglang_ext.flags import flag_value, set_flag
 from sglang_ext.options import OptionError, Options, add_flags, export_flags
 from sglang_ext.preflight import PreflightError, check_port
-from sglang_ext.requests import RequestOptionError, RequestOptions
+from sglang_ext.step.request_table import RequestOptionError, RequestOptions
 
 
 def test_defaults_need_no_environment():

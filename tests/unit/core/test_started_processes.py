@@ -28,7 +28,7 @@ ALLOWED = {
     "scripts/fuzz_audio.py": "multiprocessing's child calls end_with_parent",
     "tests/unit/core/test_started_processes.py": "kills a starter of its own",
     "tests/unit/core/test_supervisor.py": "kills starters, which end with a pipe of the test",
-    "tests/unit/core/test_step_plan.py": "two ranks that end within seconds",
+    "tests/unit/step/test_step_plan.py": "two ranks that end within seconds",
     "tests/unit/datastores/test_datastores_durable.py": "kills writers; the same",
     "tests/unit/datastores/test_datastores_folding.py": "kills a starter; the same",
     "tests/unit/datastores/test_datastores_following.py": "kills a writer; the same",

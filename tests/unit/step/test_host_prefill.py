@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext import host_prefill
-from sglang_ext.host_prefill import HostPrefill
-from sglang_ext.known_tokens import KnownTokens
+from sglang_ext.step import host_prefill
+from sglang_ext.step.host_prefill import HostPrefill
+from sglang_ext.step.known_tokens import KnownTokens
 from sglang_ext.tree import TokenTree
-from tests.unit.core.test_prefill_drafts import Allocator, Target, prefill_batch
+from tests.unit.step.test_prefill_drafts import Allocator, Target, prefill_batch
 
 UNBIASED = [None, None]
 

@@ -8,14 +8,14 @@ import textwrap
 
 import numpy as np
 
-from sglang_ext import metrics
-from sglang_ext.metrics import BudgetLog
+from sglang_ext.step import metrics
+from sglang_ext.step.metrics import BudgetLog
 
 SCRIPT = """
 from types import SimpleNamespace
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
-from sglang_ext.metrics import SpeculationMetrics
+from sglang_ext.step.metrics import SpeculationMetrics
 from sglang_ext.tree import TokenTree
 
 m = SpeculationMetrics({"model_name": "m"})

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext import penalties
+from sglang_ext.step import penalties
 from sglang_ext.tree import PackedTrees
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.known_tokens import KnownHead, KnownTable, KnownTokens, right_tokens
+from sglang_ext.step.known_tokens import KnownHead, KnownTable, KnownTokens, right_tokens
 
 
 def from_numpy(arrays):

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 
 from sglang_ext.cuda.staging import to_device
-from sglang_ext.requests import stop_tokens
-from sglang_ext.token_counts import Ids, TokenCounts
+from sglang_ext.step.request_table import stop_tokens
+from sglang_ext.step.token_counts import Ids, TokenCounts
 from sglang_ext.tree import PackedTrees
 
 if TYPE_CHECKING:

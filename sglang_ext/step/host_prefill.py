@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_ext.encoder_decoder import DecoderTimer, decoder_starts
-from sglang_ext.known_tokens import KnownHead, KnownTable, KnownTokens
-from sglang_ext.prefill_drafts import (
+from sglang_ext.step.known_tokens import KnownHead, KnownTable, KnownTokens
+from sglang_ext.step.prefill_drafts import (
     can_read_drafts,
     prefill_plainly,
     prefill_with_drafts,
     write_known,
 )
-from sglang_ext.ragged import can_leave_padding_out
+from sglang_ext.step.ragged import can_leave_padding_out
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.utils import GenerationBatchResult
 
     from sglang_ext.drafters import Bias
-    from sglang_ext.drafting import DraftPlanner
-    from sglang_ext.relay import StepResult
+    from sglang_ext.step.planner import DraftPlanner
+    from sglang_ext.step.relay import StepResult
 
 
 class HostPrefill:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.cpu.attention import VisibleSlots, verify_slots
 from sglang_ext.tree import TokenTree, pack
-from sglang_ext.verify import accept_on_host
+from sglang_ext.step.verify import accept_on_host
 
 VOCAB = 6
 GREEDY = SimpleNamespace(is_all_greedy=True)

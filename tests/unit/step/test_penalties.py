@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_ext import penalties
-from sglang_ext.penalties import DevicePenalties
+from sglang_ext.step import penalties
+from sglang_ext.step.penalties import DevicePenalties
 from sglang_ext.tree import TokenTree, pack
 
 VOCAB = 12

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang_ext.tree import TokenTree, pack
-from sglang_ext.verify import accept_on_host
+from sglang_ext.step.verify import accept_on_host
 
 VOCAB = 6
 

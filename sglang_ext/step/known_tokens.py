@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_ext.requests import RunningRequest
+    from sglang_ext.step.request_table import RunningRequest
 
 
 @dataclass(frozen=True)

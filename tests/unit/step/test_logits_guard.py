@@ -6,10 +6,10 @@ import pytest
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.logits_guard import LogitsGuard
+from sglang_ext.step.logits_guard import LogitsGuard
 from sglang_ext.tree import TokenTree, pack
-from sglang_ext.verify import accept_on_host
-from tests.unit.core.test_verify import Multinomial, Sampling, tree
+from sglang_ext.step.verify import accept_on_host
+from tests.unit.step.test_verify import Multinomial, Sampling, tree
 
 NAN, INF = float("nan"), float("inf")
 SOUND = [0.0, 1.0, 2.0]

@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext.bias import Expected
+from sglang_ext.step.bias import Expected
 from sglang_ext.tree import PackedTrees, TokenTree, linked
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    from sglang_ext.known_tokens import KnownHead
-    from sglang_ext.relay import StepResult
-    from sglang_ext.requests import RunningRequest
+    from sglang_ext.step.known_tokens import KnownHead
+    from sglang_ext.step.relay import StepResult
+    from sglang_ext.step.request_table import RunningRequest
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.bias import BiasedRows, coins_of, is_greedy, prefer
+from sglang_ext.step.bias import BiasedRows, coins_of, is_greedy, prefer
 from sglang_ext.tree import PackedTrees, child_with, walk
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from sglang_ext import drafting
+from sglang_ext.step import planner as drafting
 from sglang_ext.cost_model import CostModel
 from sglang_ext.drafters import Bias, DrafterContext, DrafterError
-from sglang_ext.drafting import DraftPlanner
+from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.options import Options
-from sglang_ext.requests import RequestOptionError, RequestOptions, ending_tokens
+from sglang_ext.step.request_table import RequestOptionError, RequestOptions, ending_tokens
 from sglang_ext.tree import TokenTree, pack
 
 FLAT_COST = {1: 1.0, 64: 1.0}
