@@ -34,13 +34,13 @@ import numpy.typing as npt
 from scripts.figures import parser, report
 from scripts.gpu_roofline import WIDTHS, Gpu, padded
 from scripts.prompts import DATA, MODEL, spec_bench, tokenizer
-from sglang_ext.budget import Calibration, choose_width
-from sglang_ext.cost_model import DELAYED_CUDA, NODE_READS_CUDA, CostModel
-from sglang_ext.costs import CUDA_COUNTS, assumed_costs
+from sglang_ext.budget.choice import Calibration, choose_width
+from sglang_ext.budget.cost_model import DELAYED_CUDA, NODE_READS_CUDA, CostModel
+from sglang_ext.budget.cost_sweep import CUDA_COUNTS, assumed_costs
 from sglang_ext.drafters import DrafterContext, DraftRequest
 from sglang_ext.drafters.retrieval import PROMPT_TAIL, RetrievalDrafter
 from sglang_ext.options import Options
-from sglang_ext.rationing import DraftingRation
+from sglang_ext.budget.rationing import DraftingRation
 from sglang_ext.tree import TokenTree
 
 MEASURED_AT = (1, 2, 4, 8, 16, 24, 32, 48, 64)

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from scripts.figures import parser, report
-from sglang_ext.budget import Calibration, choose_nodes
-from sglang_ext.cost_model import CostModel
+from sglang_ext.budget.choice import Calibration, choose_nodes
+from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest, load
 from sglang_ext.options import Options
 from sglang_ext.tree import TokenTree

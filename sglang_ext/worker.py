@@ -39,8 +39,8 @@ from sglang.srt.utils import broadcast_pyobj
 from sglang_ext.api import control
 from sglang_ext.step.bias import Expected, prefer_next_tokens
 from sglang_ext.bigrams import bigrams_of
-from sglang_ext.budget import knee
-from sglang_ext.costs import cost_model_of, costs_of
+from sglang_ext.budget.choice import knee
+from sglang_ext.budget.cost_sweep import cost_model_of, costs_of
 from sglang_ext.cpu.heap import HeapTrim
 from sglang_ext.cuda import backends
 from sglang_ext.cuda.clock import StepClock

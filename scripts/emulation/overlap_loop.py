@@ -33,7 +33,7 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang_ext import worker
 from sglang_ext.step import planner as drafting
 from sglang_ext.step import verify_batch
-from sglang_ext.cost_model import CostModel
+from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.cuda import prefill
 from sglang_ext.cuda.widths import default_widths
 from sglang_ext.disaggregation.handoff import first_draft_input

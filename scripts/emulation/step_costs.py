@@ -14,7 +14,7 @@ import torch
 
 from scripts.emulation.overlap_loop import LateCopy
 from sglang_ext.step import planner as drafting
-from sglang_ext.cost_model import CostModel
+from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.cuda.staging import mask_starts, to_device
 from sglang_ext.cuda.widths import default_widths
 from sglang_ext.drafters import DrafterContext

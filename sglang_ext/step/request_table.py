@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from datastores import DEFAULT_NAMESPACE
-from sglang_ext.budget import Calibration
+from sglang_ext.budget.choice import Calibration
 from sglang_ext.drafters import NO_DRAFTER, Drafter, DraftRequest
 from sglang_ext.encoder_decoder import audio_features
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.cost_model import CostModel
+from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.sweep.methods import OURS
 from sglang_ext.sweep.plan import BATCH
 from sglang_ext.sweep.plots import panels
@@ -19,7 +19,7 @@ _WIDEST = 16
 
 @dataclass(frozen=True)
 class Costs:
-    """What forward passes cost, as a server has measured it (sglang_ext/costs.py).
+    """What forward passes cost, as a server has measured it (sglang_ext/budget/cost_sweep.py).
 
     Attributes:
         seconds: of the linear layers, by tokens in the pass.

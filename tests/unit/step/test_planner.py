@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.step import planner as drafting
-from sglang_ext.cost_model import CostModel
+from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.drafters import Bias, DrafterContext, DrafterError
 from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.options import Options

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from sglang_ext.budget import knee, token_grid
-from sglang_ext.cost_model import DELAYED_CUDA, NODE_READS_CUDA, CostModel
+from sglang_ext.budget.choice import knee, token_grid
+from sglang_ext.budget.cost_model import DELAYED_CUDA, NODE_READS_CUDA, CostModel
 from sglang_ext.encoder_decoder import runs_at_prefill_only
 from sglang_ext.models.store import default_cache_dir
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext import costs
-from sglang_ext.cost_model import NODE_READS, NODE_READS_CUDA
+from sglang_ext.budget.choice import cost_sweep as costs
+from sglang_ext.budget.cost_model import NODE_READS, NODE_READS_CUDA
 
 
 class Layer(torch.nn.Linear):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from sglang_ext.budget import choose_nodes
-from sglang_ext.cost_model import DELAYED_CUDA, NODE_READS_CUDA, CostModel
+from sglang_ext.budget.choice import choose_nodes
+from sglang_ext.budget.cost_model import DELAYED_CUDA, NODE_READS_CUDA, CostModel
 
 # Relative costs of 1..64 tokens through prepacked fp32 layers (shared/facts.md).
 PRIOR = {1: 20.0, 2: 21.0, 4: 27.0, 8: 30.0, 16: 41.0, 32: 76.0, 64: 110.0}

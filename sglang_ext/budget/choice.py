@@ -15,7 +15,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.cost_model import CostModel
+from sglang_ext.budget.cost_model import CostModel
 
 # A speculative step must promise this much more than a plain one: pays for being wrong about
 # either side.
