@@ -1,7 +1,7 @@
 """What the target itself says after a single token: drafts of what was never seen.
 
 Source: N-Grammys (arXiv 2411.03786), the model-derived bigram. The table is made elsewhere, by
-asking the target (sglang_ext/bigrams.py); here it is only read.
+asking the target (sglang_ext/drafters/target_bigrams.py); here it is only read.
 """
 
 from dataclasses import dataclass

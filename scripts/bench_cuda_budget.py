@@ -38,7 +38,7 @@ from sglang_ext.budget.choice import Calibration, choose_width
 from sglang_ext.budget.cost_model import DELAYED_CUDA, NODE_READS_CUDA, CostModel
 from sglang_ext.budget.cost_sweep import CUDA_COUNTS, assumed_costs
 from sglang_ext.drafters import DrafterContext, DraftRequest
-from sglang_ext.drafters.retrieval import PROMPT_TAIL, RetrievalDrafter
+from sglang_ext.drafters.sssd import PROMPT_TAIL, RetrievalDrafter
 from sglang_ext.options import Options
 from sglang_ext.budget.rationing import DraftingRation
 from sglang_ext.tree import TokenTree

@@ -32,7 +32,7 @@ from scripts.prompts import spec_bench
 from scripts.server import Server
 from sglang_ext import processes
 from sglang_ext.drafters import DrafterContext, DraftRequest
-from sglang_ext.drafters.retrieval import PROMPT_TAIL, RetrievalDrafter
+from sglang_ext.drafters.sssd import PROMPT_TAIL, RetrievalDrafter
 from sglang_ext.options import Options
 
 KILLS, QUICK_KILLS = 200, 20

@@ -38,7 +38,7 @@ from sglang.srt.utils import broadcast_pyobj
 
 from sglang_ext.api import control
 from sglang_ext.step.bias import Expected, prefer_next_tokens
-from sglang_ext.bigrams import bigrams_of
+from sglang_ext.drafters.target_bigrams import bigrams_of
 from sglang_ext.budget.choice import knee
 from sglang_ext.budget.cost_sweep import cost_model_of, costs_of
 from sglang_ext.cpu.heap import HeapTrim
@@ -49,7 +49,7 @@ from sglang_ext.cuda.prefill import DevicePrefill
 from sglang_ext.cuda.widths import default_widths
 from sglang_ext.disaggregation.arrivals import tell_of_arrivals
 from sglang_ext.drafters import DrafterContext
-from sglang_ext.drafters.corpora import Corpora, documents_of
+from sglang_ext.drafters.named_corpora import Corpora, documents_of
 from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.encoder_decoder import decoder_starts, keep_encoder_outputs
 from sglang_ext.step.host_prefill import HostPrefill

@@ -18,7 +18,7 @@ import numpy as np
 
 from datastores import Datastore, DatastoreError, DeletionPending
 from sglang_ext.api import protocol
-from sglang_ext.drafters.corpora import Corpora
+from sglang_ext.drafters.named_corpora import Corpora
 from sglang_ext.step.request_table import RequestOptionError, check_namespace
 
 logger = logging.getLogger(__name__)

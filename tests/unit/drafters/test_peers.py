@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest
-from sglang_ext.drafters.corpora import Corpora, documents_of
-from sglang_ext.drafters.prompt_lookup import PromptLookupDrafter
-from sglang_ext.drafters.rest import RestDrafter, SuffixArray
-from sglang_ext.drafters.retrieval import RetrievalDrafter
+from sglang_ext.drafters.named_corpora import Corpora, documents_of
+from sglang_ext.drafters.peers.pld import PromptLookupDrafter
+from sglang_ext.drafters.peers.rest import RestDrafter, SuffixArray
+from sglang_ext.drafters.sssd import RetrievalDrafter
 from sglang_ext.options import Options
 from sglang_ext.tree import TokenTree
 
@@ -145,7 +145,7 @@ def suffix():
         "arctic_inference.suffix_decoding",
         reason="arctic-inference is not installed: docs/peers.md",
     )
-    from sglang_ext.drafters.suffix import SuffixDrafter
+    from sglang_ext.drafters.peers.suffix import SuffixDrafter
 
     return SuffixDrafter(CONTEXT)
 
@@ -199,7 +199,7 @@ def test_suffix_decoding_forgets_a_deleted_namespace_and_keeps_the_others(monkey
     package = SimpleNamespace(SuffixDecodingCache=FakeSuffixCache)
     monkeypatch.setitem(sys.modules, "arctic_inference", package)
     monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", package)
-    from sglang_ext.drafters.suffix import SuffixDrafter
+    from sglang_ext.drafters.peers.suffix import SuffixDrafter
 
     drafter = SuffixDrafter(CONTEXT)
 

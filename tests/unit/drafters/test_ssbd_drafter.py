@@ -6,7 +6,7 @@ from sglang.srt.environ import envs
 
 from sglang_ext.drafters import DrafterContext, DraftRequest, load
 from sglang_ext.drafters.realignment import PreviousOutput
-from sglang_ext.drafters.retranslation import RetranslationDrafter, RetranslationOptions
+from sglang_ext.drafters.ssbd import RetranslationDrafter, RetranslationOptions
 from sglang_ext.options import Options
 from sglang_ext.tree import NO_PARENT, TokenTree, merged
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sglang_ext.drafters import Drafter, DrafterContext, DrafterError, DraftRequest
-from sglang_ext.drafters.whisper import WhisperDrafter, server_options
+from sglang_ext.drafters.specasr import WhisperDrafter, server_options
 from sglang_ext.options import Options
 from sglang_ext.tree import TokenTree
 from speech.specasr import sparse_tree

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext import bigrams
+from sglang_ext.drafters import target_bigrams as bigrams
 
 VOCAB = 40
 

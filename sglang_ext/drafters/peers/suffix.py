@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.drafters import DrafterContext, DrafterError, DraftRequest
-from sglang_ext.drafters.retrieval import namespace_of
+from sglang_ext.drafters.sssd import namespace_of
 from sglang_ext.tree import TokenTree
 
 TREE_DEPTH = 24
