@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from scripts.figures import parser, report
-from sglang_ext.processes import run as start_and_wait
+from sglang_ext.servers.processes import run as start_and_wait
 
 Figures = Mapping[str, float]
 # Largest (or, where it says so, least) value of each figure.

@@ -30,7 +30,7 @@ from scripts.client import generate
 from scripts.figures import parser, report
 from scripts.prompts import spec_bench
 from scripts.server import Server
-from sglang_ext import processes
+from sglang_ext.servers import processes
 from sglang_ext.drafters import DrafterContext, DraftRequest
 from sglang_ext.drafters.sssd import PROMPT_TAIL, RetrievalDrafter
 from sglang_ext.options import Options

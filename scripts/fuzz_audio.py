@@ -34,7 +34,7 @@ from scripts.audio_seeds import missing, seeds
 from scripts.figures import parser, report
 from scripts.fuzz_audio_live import LiveRun
 from scripts.server import Server
-from sglang_ext.processes import end_with_parent
+from sglang_ext.servers.processes import end_with_parent
 from speech.audio import BLOCK_SAMPLES, SAMPLE_RATE
 from speech.audio_errors import AudioError, DecoderDied
 from speech.decoders import DecoderPool

@@ -30,7 +30,7 @@ from scripts.figures import parser, report
 from scripts.fuzz_client import FuzzClient
 from scripts.fuzz_grammar import FuzzRequest, block, classes, shortened
 from scripts.server import Server
-from sglang_ext import processes
+from sglang_ext.servers import processes
 
 BLOCK = 50
 WARM_UP = 1400

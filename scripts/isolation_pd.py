@@ -17,7 +17,7 @@ import requests
 from scripts.isolation_client import Tenant, secret
 from scripts.pd_servers import Disaggregated
 from scripts.prompts import spec_bench
-from sglang_ext.processes import free_port, kill_group, start
+from sglang_ext.servers.processes import free_port, kill_group, start
 
 MODEL = "smollm2-135m-instruct"
 HEADER = "x-request-id-namespace"  # which the Rust router passes on too

@@ -19,8 +19,8 @@ import psutil  # type: ignore[import-untyped]
 import requests
 
 from scripts.server import KV_POOL, ServerError
-from sglang_ext import processes
-from sglang_ext.processes import free_port, kill_group, signal_group
+from sglang_ext.servers import processes
+from sglang_ext.servers.processes import free_port, kill_group, signal_group
 
 START_TIMEOUT_S = 600
 STOP_TIMEOUT_S = 90

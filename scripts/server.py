@@ -12,8 +12,8 @@ from types import TracebackType
 
 import requests
 
-from sglang_ext import processes
-from sglang_ext.processes import free_port, kill_group, signal_group, stop_group
+from sglang_ext.servers import processes
+from sglang_ext.servers.processes import free_port, kill_group, signal_group, stop_group
 
 START_TIMEOUT_S = 300
 # Several servers share the machine's memory; a later flag overrides it.

@@ -22,7 +22,7 @@ from sglang_ext import (  # noqa: E402
     sweep,
     transcribe,
 )
-from sglang_ext.flags import flag_value, set_flag  # noqa: E402
+from sglang_ext.servers.flags import flag_value, set_flag  # noqa: E402
 from sglang_ext.preflight import PreflightError, check_launch  # noqa: E402
 
 USAGE_ERROR = 2

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_ext.drafters import find
-from sglang_ext.flags import flag_value
+from sglang_ext.servers.flags import flag_value
 from sglang_ext.options import Options
 from sglang_ext.plugin import ALGORITHM
 

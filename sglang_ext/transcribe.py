@@ -226,7 +226,7 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         url = args.server.rstrip("/").removesuffix("/v1")
         yield url, _served_model(url, args.api_key)
         return
-    from sglang_ext.started_server import ServerError, started
+    from sglang_ext.servers.started_server import ServerError, started
 
     try:
         with started(args.model, args.rest) as server:

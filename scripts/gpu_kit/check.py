@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scripts.gpu_kit.lines import NAME, PASSED
 from scripts.gpu_kit.schedule import SECONDS
-from sglang_ext.processes import run
+from sglang_ext.servers.processes import run
 
 # Far more than it takes on two quiet cores, for machines that others use too.
 MINUTES, QUICK_MINUTES = 20, 8

@@ -10,7 +10,7 @@ from pathlib import Path
 from scripts.gpu_kit.kit import Kit
 from scripts.gpu_kit.lines import FAILED, FAILED_CASES, KIT_VARIABLE, NOT_RUN, PASSED, TIMEOUT
 from scripts.gpu_kit.schedule import LEAST_S, allowance
-from sglang_ext.processes import kill_group, start
+from sglang_ext.servers.processes import kill_group, start
 
 # phase -> its parts, in order: PARTS of phases/PHASE.py, known without importing it.
 PARTS = {

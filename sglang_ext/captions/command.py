@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from sglang_ext.api.languages import NAMES
-from sglang_ext.processes import end_as_ctrl_c
+from sglang_ext.servers.processes import end_as_ctrl_c
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,7 +95,7 @@ def add_commands(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Caption all of the audio; returns the exit code (1: some was not captioned)."""
     from sglang_ext.captions.display import DisplayError
-    from sglang_ext.started_server import ServerError
+    from sglang_ext.servers.started_server import ServerError
 
     try:
         language = _check(args)
@@ -191,7 +191,7 @@ def _servers(args: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
         ServerError: one did not start.
     """
     from sglang_ext.cpu.install import wants_cpu_engine
-    from sglang_ext.started_server import started
+    from sglang_ext.servers.started_server import started
 
     with contextlib.ExitStack() as stack:
         starting = {}

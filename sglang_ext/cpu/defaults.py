@@ -8,7 +8,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from sglang_ext.cpu.install import wants_cpu_engine
-from sglang_ext.flags import flag_value
+from sglang_ext.servers.flags import flag_value
 
 # The KV pool may take this part of the free memory, and never more tokens than this: long contexts
 # are slow on a CPU well before that, and what is not used still counts against other programs.

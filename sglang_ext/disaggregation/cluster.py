@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_ext.processes import signal_group, start, stop_group
-from sglang_ext.started_server import is_ready
+from sglang_ext.servers.processes import signal_group, start, stop_group
+from sglang_ext.servers.started_server import is_ready
 
 START_TIMEOUT_S = 900.0
 _POLL_S = 0.5

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from sglang_ext.flags import flag_value, whole_number
+from sglang_ext.servers.flags import flag_value, whole_number
 from sglang_ext.models import ModelError, is_whisper, resolve
-from sglang_ext.processes import end_as_ctrl_c
+from sglang_ext.servers.processes import end_as_ctrl_c
 from sglang_ext.sweep.methods import AUDIO, RETRANSLATION, TEXT
 from sglang_ext.sweep.plan import Plan
 
@@ -148,7 +148,7 @@ def add_commands(commands: Any) -> None:
 @end_as_ctrl_c()
 def run(args: argparse.Namespace) -> int:
     """Measure, then report; returns the exit code (1: something is missing or failed)."""
-    from sglang_ext.started_server import ServerError
+    from sglang_ext.servers.started_server import ServerError
     from sglang_ext.sweep.methods import UnknownMethod
     from sglang_ext.sweep.results import Results, ResultsError
     from sglang_ext.sweep.runner import SweepError

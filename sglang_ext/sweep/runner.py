@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from sglang_ext.started_server import ServerError
+from sglang_ext.servers.started_server import ServerError
 from sglang_ext.sweep import environment
 from sglang_ext.sweep.items import Item, Workload, heads, tokens_in_flight
 from sglang_ext.sweep.load import ServerGone, run_batch, run_rate

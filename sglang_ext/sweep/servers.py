@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import psutil  # type: ignore[import-untyped]
 
-from sglang_ext import processes
-from sglang_ext.flags import flag_value
-from sglang_ext.started_server import ServerError, StartedServer, started
+from sglang_ext.servers import processes
+from sglang_ext.servers.flags import flag_value
+from sglang_ext.servers.started_server import ServerError, StartedServer, started
 
 KV_FLAG = "--max-total-tokens"
 # The same for all, so that none pays for what another does not do.

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_ext.processes import start, stop_group
+from sglang_ext.servers.processes import start, stop_group
 from sglang_ext.sweep.results import Results
 
 METHODS = ("ar", "pld", "sssd-live")

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext import processes
+from sglang_ext.servers import processes
 from sglang_ext.cli import main
 from speech.audio import SAMPLE_RATE, decode
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from sglang_ext.disaggregation.cluster import Cluster, ClusterError, Member
-from sglang_ext.processes import free_port
+from sglang_ext.servers.processes import free_port
 
 SERVER = """
 import http.server, sys

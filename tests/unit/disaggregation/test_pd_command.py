@@ -9,7 +9,7 @@ from sglang_ext import cli, disaggregation
 from sglang_ext.disaggregation import command, transfer
 from sglang_ext.disaggregation.command import check_command, plan_members
 from sglang_ext.preflight import PreflightError
-from sglang_ext.processes import free_port
+from sglang_ext.servers.processes import free_port
 
 
 def parsed(*argv: str) -> argparse.Namespace:

@@ -13,7 +13,7 @@ import pytest
 
 from sglang_ext.disaggregation.mini_router import AUTHORIZATION
 from sglang_ext.options import env_name
-from sglang_ext.processes import free_port, kill_group, start
+from sglang_ext.servers.processes import free_port, kill_group, start
 
 pytest.importorskip("sglang_router", reason="sglang-router is not installed (extra pd)")
 

@@ -25,7 +25,7 @@ from scripts.gpu_kit.planted import with_wrong_tokens
 from scripts.gpu_kit.probe import compress_trace
 from scripts.gpu_kit.ties import first_difference, judge, ulp
 from scripts.gpu_kit.unpack import unpack
-from sglang_ext import processes
+from sglang_ext.servers import processes
 
 TINY = SHAPES["tiny"]
 

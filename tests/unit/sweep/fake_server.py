@@ -8,7 +8,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from sglang_ext.flags import flag_value
+from sglang_ext.servers.flags import flag_value
 from sglang_ext.sweep.servers import RunningServer, Servers
 
 

@@ -363,7 +363,7 @@ def test_a_point_that_kills_its_server_twice_is_left_out(tmp_path):
 
 
 def test_a_server_that_does_not_start_again_ends_its_methods_alone(tmp_path):
-    from sglang_ext.started_server import ServerError
+    from sglang_ext.servers.started_server import ServerError
 
     def set_up(key, server, nth):
         if key == "sssd" and nth == 0:
@@ -380,7 +380,7 @@ def test_a_server_that_does_not_start_again_ends_its_methods_alone(tmp_path):
 
 
 def test_a_server_that_never_starts_ends_the_sweep(tmp_path):
-    from sglang_ext.started_server import ServerError
+    from sglang_ext.servers.started_server import ServerError
 
     def set_up(key, server, nth):
         if key == "ngram":
@@ -391,7 +391,7 @@ def test_a_server_that_never_starts_ends_the_sweep(tmp_path):
 
 
 def test_a_server_that_does_not_start_for_a_later_repeat_ends_its_methods_alone(tmp_path):
-    from sglang_ext.started_server import ServerError
+    from sglang_ext.servers.started_server import ServerError
 
     def set_up(key, server, nth):
         if key == "sssd" and nth == 1:

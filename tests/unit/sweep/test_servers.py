@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_ext.started_server import ServerError
+from sglang_ext.servers.started_server import ServerError
 from sglang_ext.sweep.servers import ControlError, RunningServer, Servers, plan_room
 from tests.unit.sweep.fake_server import FakeServer
 

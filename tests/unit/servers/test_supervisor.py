@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_ext import processes
+from sglang_ext.servers import processes
 
 DEADLINE_S = 60
 # It starts a child in a session of its own, that one's child in another, a child that is deaf to
@@ -44,7 +44,7 @@ time.sleep(600)
 # Started by a thread that ends: the kernel's parent-death signal comes then, too early.
 STARTER = """
 import sys, threading, time
-from sglang_ext import processes
+from sglang_ext.servers import processes
 processes._GRACE_S = 0.3
 def start():
     processes.start([sys.executable, "-c", *sys.argv[2:]])

@@ -12,7 +12,7 @@ from typing import IO
 
 import httpx
 
-from sglang_ext.processes import free_port, start, stop_group
+from sglang_ext.servers.processes import free_port, start, stop_group
 
 _START_TIMEOUT_S = 900.0
 _POLL_S = 0.5

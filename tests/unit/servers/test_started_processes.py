@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.unit.core.test_supervisor import running, wait_until
+from tests.unit.servers.test_supervisor import running, wait_until
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("sglang_ext", "speech", "datastores", "scripts", "tests")
@@ -20,14 +20,14 @@ STARTS = {
     "fork", "forkpty", "ProcessPoolExecutor",
 }  # fmt: skip
 ALLOWED = {
-    "sglang_ext/processes.py": "starts the supervisor, which ends with whoever called",
-    "sglang_ext/supervisor.py": "is the supervisor",
+    "sglang_ext/servers/processes.py": "starts the supervisor, which ends with whoever called",
+    "sglang_ext/servers/supervisor.py": "is the supervisor",
     "speech/decoder_client.py": "SIGIO ends a decoder when its parent's end of a pipe is closed",
     "datastores/folding.py": "the process looks for its parent; the package stands alone",
     "scripts/bench_load.py": "multiprocessing's child calls end_with_parent",
     "scripts/fuzz_audio.py": "multiprocessing's child calls end_with_parent",
-    "tests/unit/core/test_started_processes.py": "kills a starter of its own",
-    "tests/unit/core/test_supervisor.py": "kills starters, which end with a pipe of the test",
+    "tests/unit/servers/test_started_processes.py": "kills a starter of its own",
+    "tests/unit/servers/test_supervisor.py": "kills starters, which end with a pipe of the test",
     "tests/unit/step/test_step_plan.py": "two ranks that end within seconds",
     "tests/unit/datastores/test_datastores_durable.py": "kills writers; the same",
     "tests/unit/datastores/test_datastores_folding.py": "kills a starter; the same",
@@ -62,7 +62,7 @@ def found() -> dict[str, list[int]]:
 
 def test_processes_are_started_by_processes_start(found):
     others = {file: lines for file, lines in found.items() if file not in ALLOWED}
-    assert not others, "start them with sglang_ext.processes.start"
+    assert not others, "start them with sglang_ext.servers.processes.start"
 
 
 def test_what_is_allowed_is_there(found):
@@ -86,7 +86,7 @@ def test_every_way_to_start_one_is_seen(code, count):
 
 STARTER = """
 import multiprocessing, os, time
-from sglang_ext.processes import end_with_parent
+from sglang_ext.servers.processes import end_with_parent
 def loop(told):
     end_with_parent()
     told.send(os.getpid())
