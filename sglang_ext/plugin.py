@@ -5,7 +5,7 @@ import os
 from functools import cache
 from typing import Any
 
-from sglang_ext import audio_processor
+from sglang_ext.whisper import audio_processor
 from sglang_ext.options import Options
 
 ALGORITHM = "SSSD"
@@ -28,7 +28,7 @@ def register() -> None:
     """Register the speculative algorithm, the CPU backend and the request checks."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from sglang_ext import encoder_decoder
+    from sglang_ext.whisper import encoder_decoder
     from sglang_ext.cpu.install import wants_cpu_engine
 
     SpeculativeAlgorithm.register(

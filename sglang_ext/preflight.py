@@ -68,7 +68,7 @@ def _check_datastore(argv: Sequence[str], options: Options) -> None:
     from transformers import AutoTokenizer
 
     from datastores import DatastoreError, check_folder
-    from sglang_ext.tokenizers import fingerprint
+    from sglang_ext.models.tokenizers import fingerprint
 
     tokenizer_path = flag_value(argv, "--tokenizer-path", "--model-path", "--model")
     try:

@@ -51,7 +51,7 @@ from sglang_ext.disaggregation.arrivals import tell_of_arrivals
 from sglang_ext.drafters import DrafterContext
 from sglang_ext.drafters.named_corpora import Corpora, documents_of
 from sglang_ext.step.planner import DraftPlanner
-from sglang_ext.encoder_decoder import decoder_starts, keep_encoder_outputs
+from sglang_ext.whisper.encoder_decoder import decoder_starts, keep_encoder_outputs
 from sglang_ext.step.host_prefill import HostPrefill
 from sglang_ext.step.known_tokens import KnownHead
 from sglang_ext.step.logits_guard import LogitsGuard
@@ -67,7 +67,7 @@ from sglang_ext.step.ragged import (
 from sglang_ext.step.relay import LastStep, StepResult
 from sglang_ext.step.request_table import RunningRequest
 from sglang_ext.step.step_plan import LaunchedTrees, Step, StepPlan, share, share_flag
-from sglang_ext.tokenizers import fingerprint
+from sglang_ext.models.tokenizers import fingerprint
 from sglang_ext.tree import PackedTrees, TokenTree, pack
 from sglang_ext.step.verify import Accepted, accept_on_device, accept_on_host
 from sglang_ext.step.verify_batch import VerifyBatches

@@ -205,7 +205,7 @@ def verify_batch(requests: Requests, step: Step) -> Any:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
-    from sglang_ext.cuda.encoder_decoder import keep_encoder_lens
+    from sglang_ext.cuda.encoder_tokens import keep_encoder_lens
 
     verify_input = NgramVerifyInput(
         custom_mask=step.mask(), positions=step.positions(), draft_token_num=step.width

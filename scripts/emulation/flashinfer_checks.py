@@ -90,7 +90,7 @@ def _full_attention(rng: np.random.Generator) -> dict[str, float]:
 
 
 def _beside_an_encoder(rng: np.random.Generator) -> dict[str, float]:
-    from sglang_ext.cuda.encoder_decoder import install
+    from sglang_ext.cuda.encoder_tokens import install
 
     errors = {}
     for width in WIDTHS:
@@ -128,7 +128,7 @@ def _plain_steps(encoder_decoder: bool) -> dict[str, float]:
     """Decode steps, eager and in a padded graph, and the extend that precedes them."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    from sglang_ext.cuda.encoder_decoder import install
+    from sglang_ext.cuda.encoder_tokens import install
 
     name = "encoder-decoder " if encoder_decoder else ""
     errors = {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_ext import audio_decoders
+from sglang_ext.whisper import audio_decoders
 from sglang_ext.api.chunk_decoder import ChunkDecoder, ChunkResult, Deltas
 from sglang_ext.api.transcription_request import TranscriptionRequest
 from sglang_ext.api.uploads import ApiError

@@ -22,7 +22,7 @@ from sglang_ext.api.transcriber import Delta, Limits, Progress, Transcription
 from sglang_ext.api.transcription_request import TranscriptionRequest, parse
 from sglang_ext.api.uploads import ApiError, read_form
 from sglang_ext.api.whisper_engine import WhisperEngine
-from sglang_ext.audio_processor import ARCHITECTURE
+from sglang_ext.whisper.audio_processor import ARCHITECTURE
 from sglang_ext.options import Options
 from speech import formats
 from speech.alignment import Aligner

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from sglang_ext.api.uploads import ApiError
-from sglang_ext.audio_processor import PcmAudio
+from sglang_ext.whisper.audio_processor import PcmAudio
 from speech.chunks import Chunk
 from speech.prompts import WhisperVocabulary
 from speech.segments import Decoded

@@ -240,7 +240,8 @@ def prepare(attn_backend: Any, model_runner: Any) -> None:
     Raises:
         ValueError: the backend cannot; one line that says why.
     """
-    from sglang_ext.cuda import encoder_decoder, windows
+    from sglang_ext.cuda import windows
+    from sglang_ext.cuda import encoder_tokens as encoder_decoder
 
     names = model_runner.prefill_attention_backend_str, model_runner.decode_attention_backend_str
     config = model_runner.model_config

@@ -22,7 +22,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_utils import record_stream_each
 
 from sglang_ext.cuda.staging import to_device
-from sglang_ext.encoder_decoder import decoder_starts
+from sglang_ext.whisper.encoder_decoder import decoder_starts
 from sglang_ext.step.known_tokens import KnownHead, KnownTable, KnownTokens, right_tokens
 from sglang_ext.step.prefill_drafts import can_read_drafts, prefill_plainly, put_back
 

@@ -9,7 +9,7 @@ import numpy as np
 from datastores import DatastoreError
 from datastores.sources import cut_point
 from sglang_ext.models import resolve
-from sglang_ext.tokenizers import fingerprint
+from sglang_ext.models.tokenizers import fingerprint
 
 # Longer texts are tokenized in pieces: in parallel, and in bounded memory.
 PIECE_BYTES = 1 << 17

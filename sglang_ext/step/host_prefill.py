@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_ext.encoder_decoder import DecoderTimer, decoder_starts
+from sglang_ext.whisper.encoder_decoder import DecoderTimer, decoder_starts
 from sglang_ext.step.known_tokens import KnownHead, KnownTable, KnownTokens
 from sglang_ext.step.prefill_drafts import (
     can_read_drafts,

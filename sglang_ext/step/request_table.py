@@ -13,7 +13,7 @@ import numpy.typing as npt
 from datastores import DEFAULT_NAMESPACE
 from sglang_ext.budget.choice import Calibration
 from sglang_ext.drafters import NO_DRAFTER, Drafter, DraftRequest
-from sglang_ext.encoder_decoder import audio_features
+from sglang_ext.whisper.encoder_decoder import audio_features
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -18,9 +18,9 @@ from sglang.srt.speculative.spec_utils import (
 )
 
 from sglang_ext.step.bias import BiasedRows
-from sglang_ext.cuda import encoder_decoder
+from sglang_ext.cuda import encoder_tokens as encoder_decoder
 from sglang_ext.cuda.staging import full_mask, mask_starts, to_device
-from sglang_ext.encoder_decoder import decoder_starts, keep_encoder_outputs
+from sglang_ext.whisper.encoder_decoder import decoder_starts, keep_encoder_outputs
 from sglang_ext.step.penalties import DevicePenalties, is_penalized
 from sglang_ext.step.request_table import RunningRequest
 from sglang_ext.step.step_plan import StepPlan

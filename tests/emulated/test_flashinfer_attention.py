@@ -10,7 +10,7 @@ from scripts.emulation.attention_bench import Graph, Requests, verify_batch, ver
 from scripts.emulation.flashinfer_bench import bench
 from scripts.emulation.flashinfer_checks import attention_errors, window_error
 from scripts.emulation.verify_cases import Step
-from sglang_ext.cuda import encoder_decoder
+from sglang_ext.cuda import encoder_tokens as encoder_decoder
 
 LENS, WIDTH, ENCODER = [37, 5, 70], 8, [50, 20, 33]
 GRAPH_BATCH = 4

@@ -21,7 +21,7 @@ from sglang_ext.models import (
     list_models,
     resolve,
 )
-from sglang_ext.models.manifest import MANIFEST
+from sglang_ext.models.model_manifest import MANIFEST
 from sglang_ext.models.registry import MODELS, ModelSpec, SourceFile
 
 PARTS = (b"first half, ", b"second half")

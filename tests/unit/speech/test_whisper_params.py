@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.audio_processor import take_prompt
+from sglang_ext.whisper.audio_processor import take_prompt
 from speech.prompts import WhisperVocabulary
 
 VOCABULARY = WhisperVocabulary(51_865)

@@ -62,7 +62,7 @@ def _whisper_processor() -> type:
     from sglang.srt.models.whisper import WhisperForConditionalGeneration
     from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
 
-    from sglang_ext import audio_decoders
+    from sglang_ext.whisper import audio_decoders
     from sglang_ext.options import Options
     from speech.audio import SAMPLE_RATE, log_mels
     from speech.prompts import WhisperVocabulary
@@ -209,7 +209,7 @@ def first_window(source: PcmAudio | BytesIO | Path) -> np.ndarray:
     """
     from fastapi import HTTPException
 
-    from sglang_ext import audio_decoders
+    from sglang_ext.whisper import audio_decoders
     from speech.audio import WINDOW_SAMPLES
     from speech.audio_errors import DecodersBusy
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from scripts.speech_data import Clip, encode
-from sglang_ext import audio_decoders
-from sglang_ext.audio_processor import PcmAudio, checked_prompt, first_window, opened
+from sglang_ext.whisper import audio_decoders
+from sglang_ext.whisper.audio_processor import PcmAudio, checked_prompt, first_window, opened
 from speech.audio import SAMPLE_RATE, WINDOW_SAMPLES
 from speech.audio_errors import DecodersBusy
 from speech.decoders import DecoderPool

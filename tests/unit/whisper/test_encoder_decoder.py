@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext import encoder_decoder
+from sglang_ext.whisper import encoder_decoder
 
 
 def test_decoder_tokens_are_stored_after_the_encoders():
