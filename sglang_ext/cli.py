@@ -12,16 +12,9 @@ import signal  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 
-from sglang_ext import (  # noqa: E402
-    __version__,
-    captions,
-    datastore_commands,
-    disaggregation,
-    models,
-    options,
-    sweep,
-    transcribe,
-)
+from sglang_ext import __version__, captions, disaggregation, models, options, sweep
+from sglang_ext.commands import datastore as datastore_commands
+from sglang_ext.commands import transcribe
 from sglang_ext.servers.flags import flag_value, set_flag  # noqa: E402
 from sglang_ext.preflight import PreflightError, check_launch  # noqa: E402
 

@@ -142,7 +142,7 @@ def _check_request_options() -> None:
     """Refuse bad custom_params where a client gets a 400 for it, before the scheduler sees it."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_ext.admission.sampling import check_custom_params
+    from sglang_ext.admission.sampling_params import check_custom_params
     from sglang_ext.api.namespaces import with_header
     from sglang_ext.drafters import find
     from sglang_ext.step.request_table import RequestOptions

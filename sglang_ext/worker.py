@@ -41,7 +41,7 @@ from sglang_ext.step.bias import Expected, prefer_next_tokens
 from sglang_ext.drafters.target_bigrams import bigrams_of
 from sglang_ext.budget.choice import knee
 from sglang_ext.budget.cost_sweep import cost_model_of, costs_of
-from sglang_ext.cpu.heap import HeapTrim
+from sglang_ext.cpu.heap_trim import HeapTrim
 from sglang_ext.cuda import backends
 from sglang_ext.cuda.clock import StepClock
 from sglang_ext.cuda.graphs import WidthGraphs

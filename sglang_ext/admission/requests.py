@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from sglang_ext.admission.errors import AdmissionError, refusing
-from sglang_ext.admission.sampling import check_depth, check_ids, check_sampling, check_text
+from sglang_ext.admission.sampling_params import check_depth, check_ids, check_sampling, check_text
 from sglang_ext.step.request_table import shown
 
 # Deletions name a request by its id, in at most so many bytes (datastores).

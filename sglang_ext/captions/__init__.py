@@ -4,6 +4,6 @@ playback.py -> speech/streaming.py <-> recognition.py (Whisper server)
             -> sentences.py -> translation.py (translation sessions) -> display.py, summary.py
 """
 
-from sglang_ext.captions.command import add_commands
+from sglang_ext.commands.captions import add_commands
 
 __all__ = ["add_commands"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from sglang_ext.captions.sentences import Sentence
-from sglang_ext.captions.summary import Summary
+from sglang_ext.captions.session_summary import Summary
 from sglang_ext.captions.translation import Translated
 
 _LIVE_SENTENCES = 4

@@ -5,6 +5,6 @@ on_cpu.py: without a GPU; transfer.py: whether KV can be moved here; mini_router
 mini load balancer leaves out; command.py -> cluster.py: all servers and the router in one command.
 """
 
-from sglang_ext.disaggregation.command import add_commands, run
+from sglang_ext.commands.pd import add_commands, run
 
 __all__ = ["add_commands", "run"]

@@ -1,6 +1,6 @@
 """Models without a hub: weights that Python packages carry, turned into what SGLang loads."""
 
-from sglang_ext.models.commands import add_commands
+from sglang_ext.commands.models import add_commands
 from sglang_ext.models.registry import ModelError, UnknownModelError
 from sglang_ext.models.store import (
     ModelInfo,

@@ -6,6 +6,6 @@ command.py -> plan.py, workloads.py, methods.py
            -> report.py: summary.py, tables.py, plots.py
 """
 
-from sglang_ext.sweep.command import add_commands
+from sglang_ext.commands.sweep import add_commands
 
 __all__ = ["add_commands"]

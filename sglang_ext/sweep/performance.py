@@ -12,7 +12,7 @@ from sglang_ext.sweep.plots import ENDINGS, Plot, save, style, write_plots
 from sglang_ext.sweep.results import Results
 from sglang_ext.sweep.roofline import Costs, break_even_table, costs_of, draw_roofline
 from sglang_ext.sweep.summary import Summary, summarize, title
-from sglang_ext.sweep.tables import (
+from sglang_ext.sweep.result_tables import (
     CSV,
     Table,
     categories,

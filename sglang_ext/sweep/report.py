@@ -9,7 +9,7 @@ from typing import Any
 from sglang_ext.sweep.plots import Plot, write_plots
 from sglang_ext.sweep.results import Results
 from sglang_ext.sweep.summary import Summary, summarize
-from sglang_ext.sweep.tables import (
+from sglang_ext.sweep.result_tables import (
     Table,
     categories,
     described,

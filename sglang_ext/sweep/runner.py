@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from sglang_ext.servers.started_server import ServerError
-from sglang_ext.sweep import environment
+from sglang_ext.sweep import provenance as environment
 from sglang_ext.sweep.items import Item, Workload, heads, tokens_in_flight
 from sglang_ext.sweep.load import ServerGone, run_batch, run_rate
 from sglang_ext.sweep.measuring import Measurement, items_at, items_of, params_of, quietly

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.sweep.agreement import agreement_limit
+from sglang_ext.sweep.repeatability import agreement_limit
 from sglang_ext.sweep.methods import BASELINE, METHODS, OURS, PEER_WORKLOADS
-from sglang_ext.sweep.metrics import Run
+from sglang_ext.sweep.run_metrics import Run
 from sglang_ext.sweep.plan import BATCH, Plan, Point
 from sglang_ext.sweep.results import PointResult, Results
 from sglang_ext.sweep.settling import runs_needed

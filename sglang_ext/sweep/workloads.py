@@ -31,7 +31,7 @@ from sglang_ext.sweep.scenarios import (
     passage,
     translate,
 )
-from sglang_ext.sweep.source import SERVED_TIMES, Source, different
+from sglang_ext.sweep.item_source import SERVED_TIMES, Source, different
 
 __all__ = ["WORKLOADS", "Item", "Workload", "WorkloadError", "kind_of", "load_workload"]
 

@@ -4,7 +4,7 @@ import pytest
 
 from sglang_ext.admission.errors import AdmissionError
 from sglang_ext.admission.patterns import check_stop_regex
-from sglang_ext.admission.sampling import check_depth, check_sampling
+from sglang_ext.admission.sampling_params import check_depth, check_sampling
 
 VOCABULARY = 100
 

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_ext.captions.display import DisplayError, JsonLines, Lines, Moment, Terminal
 from sglang_ext.captions.sentences import Sentence
-from sglang_ext.captions.summary import Summary
+from sglang_ext.captions.session_summary import Summary
 from sglang_ext.captions.translation import Translated
 
 NOW = Moment(63.27, 63.0)

@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_ext.captions.sentences import MOST_WORDS, Sentence, Sentences
-from sglang_ext.captions.summary import Delays, Erasure
+from sglang_ext.captions.session_summary import Delays, Erasure
 from speech.agreement import split_words
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_ext.sweep import command
+from sglang_ext.commands import sweep as command
 
 
 @pytest.fixture(autouse=True)

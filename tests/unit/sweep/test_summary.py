@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.sweep.metrics import COLUMNS
+from sglang_ext.sweep.run_metrics import COLUMNS
 from sglang_ext.sweep.plan import RATE, Point
 from sglang_ext.sweep.results import Results
 from sglang_ext.sweep.summary import Spread, summarize

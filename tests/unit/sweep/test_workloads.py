@@ -13,7 +13,7 @@ import pytest
 
 from sglang_ext.sweep import data_files
 from sglang_ext.sweep.scenarios import AGENT_STEPS
-from sglang_ext.sweep.source import SERVED_TIMES
+from sglang_ext.sweep.item_source import SERVED_TIMES
 from sglang_ext.sweep.workloads import (
     DOCUMENT_QUESTIONS,
     MT_BENCH,

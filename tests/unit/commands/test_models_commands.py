@@ -38,7 +38,7 @@ def test_every_name_is_checked_before_the_first_download(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("fetched before all names were checked")
 
-    monkeypatch.setattr("sglang_ext.models.commands.fetch", refuse)
+    monkeypatch.setattr("sglang_ext.commands.models.fetch", refuse)
     assert run("fetch", "whisper-base", "nonsense") == 2
 
 
@@ -49,7 +49,7 @@ def test_failures_have_exit_codes(monkeypatch, capsys, raised, code):
     def fail(*args, **kwargs):
         raise raised
 
-    monkeypatch.setattr("sglang_ext.models.commands.fetch", fail)
+    monkeypatch.setattr("sglang_ext.commands.models.fetch", fail)
     assert run("fetch", "whisper-base") == code
     assert capsys.readouterr().err.startswith("sglang-ext: error: ")
 
@@ -61,7 +61,7 @@ def test_fetch_prints_directories_only_on_stdout(monkeypatch, capsys, tmp_path):
         calls.append((name, cache_dir, progress, verify))
         return tmp_path / name
 
-    monkeypatch.setattr("sglang_ext.models.commands.fetch", fake)
+    monkeypatch.setattr("sglang_ext.commands.models.fetch", fake)
     assert run("fetch", "whisper-base", "whisper-tiny.en", "--quiet", "--cache-dir", "c") == 0
     assert capsys.readouterr().out.split() == [
         str(tmp_path / "whisper-base"),

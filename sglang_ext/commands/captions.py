@@ -235,7 +235,7 @@ async def _caption(
         CaptionsError: a server does not take the settings.
     """
     from sglang_ext.captions.calls import RequestError, client
-    from sglang_ext.captions.live import Captions, follow
+    from sglang_ext.captions.live_captions import Captions, follow
     from sglang_ext.captions.playback import Playback
     from sglang_ext.captions.recognition import Recognition, served_model
     from sglang_ext.captions.translation import LiveTranslation

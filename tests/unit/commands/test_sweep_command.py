@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from sglang_ext.cli import main
-from sglang_ext.sweep import command
+from sglang_ext.commands import sweep as command
 from sglang_ext.sweep.methods import DEFAULT_METHODS
 from sglang_ext.sweep.results import Results
 from tests.unit.sweep.fake_server import FakeServer

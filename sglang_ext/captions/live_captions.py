@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sglang_ext.captions.display import Display, DisplayError, Moment
 from sglang_ext.captions.playback import Playback
 from sglang_ext.captions.sentences import Sentence, Sentences
-from sglang_ext.captions.summary import Delays, Erasure, Summary
+from sglang_ext.captions.session_summary import Delays, Erasure, Summary
 from sglang_ext.captions.translation import LiveTranslation, Translated
 from speech.agreement import split_words
 from speech.audio import AudioError

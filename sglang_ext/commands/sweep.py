@@ -193,7 +193,7 @@ def run_report(args: argparse.Namespace) -> int:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Say how far two folders agree; returns the exit code (1: not within their spread)."""
-    from sglang_ext.sweep.agreement import compare
+    from sglang_ext.sweep.repeatability import compare
     from sglang_ext.sweep.results import Results, ResultsError
     from sglang_ext.sweep.summary import summarize
 
@@ -371,7 +371,7 @@ def _sweep(
 
 
 def _note_environment(results: Any, say: Callable[[str], None]) -> None:
-    from sglang_ext.sweep import environment
+    from sglang_ext.sweep import provenance as environment
 
     now = environment.collect()
     before = results.environment

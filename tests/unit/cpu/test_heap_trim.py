@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 import pytest
 
-from sglang_ext.cpu.heap import TRIM_VARIABLE, HeapTrim
+from sglang_ext.cpu.heap_trim import TRIM_VARIABLE, HeapTrim
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="malloc_trim(3) is glibc's")
@@ -27,7 +27,7 @@ def test_pages_between_what_is_kept_go_back():
 
 def test_it_waits_from_one_time_to_the_next(monkeypatch):
     now, calls = [100.0], []
-    monkeypatch.setattr("sglang_ext.cpu.heap.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sglang_ext.cpu.heap_trim.time.monotonic", lambda: now[0])
     heap = HeapTrim(seconds=60, trim=lambda pad: calls.append(now[0]) or 1)
     done = []
     for now[0] in (100.0, 159.0, 160.0, 161.0, 219.0, 221.0):
@@ -40,7 +40,7 @@ def test_it_waits_from_one_time_to_the_next(monkeypatch):
 def test_the_variable_says_how_often(monkeypatch, text, seconds):
     monkeypatch.setenv(TRIM_VARIABLE, text)
     now = [0.0]
-    monkeypatch.setattr("sglang_ext.cpu.heap.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sglang_ext.cpu.heap_trim.time.monotonic", lambda: now[0])
     heap = HeapTrim(trim=lambda pad: 1)
     now[0] = seconds - 0.1
     assert not heap.trim_if_due()

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_ext.sweep.metrics import COLUMNS
+from sglang_ext.sweep.run_metrics import COLUMNS
 from sglang_ext.sweep.results import Results
 from sglang_ext.sweep.summary import summarize
-from sglang_ext.sweep.tables import (
+from sglang_ext.sweep.result_tables import (
     Table,
     categories,
     details,

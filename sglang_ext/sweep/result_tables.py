@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_ext.sweep.methods import BASELINE
-from sglang_ext.sweep.metrics import COLUMNS
+from sglang_ext.sweep.run_metrics import COLUMNS
 from sglang_ext.sweep.plan import BATCH
 from sglang_ext.sweep.quality import QUALITIES
 from sglang_ext.sweep.summary import Row, Spread, Summary, title

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.sweep import environment
+from sglang_ext.sweep import provenance as environment
 
 
 def test_it_is_json_and_names_versions_and_machine():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_ext.sweep.agreement import agreement_limit, compare
+from sglang_ext.sweep.repeatability import agreement_limit, compare
 from sglang_ext.sweep.results import Results
 from sglang_ext.sweep.summary import summarize
 from tests.unit.sweep.finished_sweep import PLAN, write_sweep

@@ -203,30 +203,30 @@ def _guarded(handler: Callable[[argparse.Namespace], int]) -> Callable[[argparse
 
 # What the handlers need takes time to import, and the server's processes import this module too.
 def _build(args: argparse.Namespace) -> int:
-    from sglang_ext.datastore_commands.build import run
+    from sglang_ext.commands.datastore.build import run
 
     return run(args)
 
 
 def _info(args: argparse.Namespace) -> int:
-    from sglang_ext.datastore_commands.info import run
+    from sglang_ext.commands.datastore.info import run
 
     return run(args)
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from sglang_ext.datastore_commands.maintain import merge
+    from sglang_ext.commands.datastore.maintain import merge
 
     return merge(args.target, args.folders)
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from sglang_ext.datastore_commands.maintain import verify
+    from sglang_ext.commands.datastore.maintain import verify
 
     return verify(args.folder)
 
 
 def _delete(args: argparse.Namespace) -> int:
-    from sglang_ext.datastore_commands.delete import run
+    from sglang_ext.commands.datastore.delete import run
 
     return run(args)
