@@ -1,5 +1,5 @@
 """`sglang-ext datastore build | add | info | merge | verify | delete`."""
 
-from sglang_ext.commands.datastore.commands import add_commands
+from sglang_ext.commands.datastore.subcommands import add_commands
 
 __all__ = ["add_commands"]

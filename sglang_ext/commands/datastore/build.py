@@ -21,7 +21,7 @@ from datastores.sources import (
     read_source,
 )
 from sglang_ext.commands.datastore.model_tokenizer import ModelTokenizer
-from sglang_ext.commands.datastore.progress import BuildProgress, Waiting
+from sglang_ext.commands.datastore.build_progress import BuildProgress, Waiting
 
 INTERRUPTED = 130
 # Texts tokenized at a time; encodings take about 100 bytes per token.

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from datastores import Datastore, DatastoreError
 from datastores.folder import Folder
-from sglang_ext.commands.datastore.progress import Waiting
+from sglang_ext.commands.datastore.build_progress import Waiting
 
 _TIMEOUT_S = 300.0
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from datastores import DatastoreError, merge_folders, verify_folder
-from sglang_ext.commands.datastore.progress import Waiting
+from sglang_ext.commands.datastore.build_progress import Waiting
 
 
 def merge(target: str, folders: Sequence[str]) -> int:
