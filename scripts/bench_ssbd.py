@@ -63,7 +63,7 @@ QUICK_STREAMS, QUICK_TIMED_STREAMS = 8, 2
 
 def server_template() -> str:
     """The message of the server's own translation sessions; its source comes last."""
-    from sglang_ext.api.translator import DEFAULT_TEMPLATE
+    from sglang_ext.api.translation.translator import DEFAULT_TEMPLATE
 
     return DEFAULT_TEMPLATE
 

@@ -102,7 +102,7 @@ def _resolve_server_args(server_args: Any) -> None:
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    from sglang_ext.api import protocol
+    from sglang_ext.api.datastore import protocol
     from sglang_ext.cuda import backends
 
     options = Options.from_env()  # a wrong value ends the start here, with one clear line
@@ -197,7 +197,7 @@ def _open_corpus_endpoints() -> None:
     async def add_external_corpus(manager: Any, request: Any) -> Any:
         if original().speculative_algorithm != ALGORITHM:
             return await add(manager, request)
-        from sglang_ext.api import corpora
+        from sglang_ext.api.datastore import corpora
 
         limit = original().speculative_ngram_external_corpus_max_tokens
         return await corpora.add_external_corpus(manager.tokenizer, request, limit)
@@ -212,7 +212,7 @@ def _add_routes() -> None:
     def extend(server_args: Any, *_args: Any, **_kwargs: Any) -> None:
         from sglang.srt.entrypoints.http_server import app as served
 
-        from sglang_ext.api import transcriptions
+        from sglang_ext.api.transcription import transcriptions
 
         transcriptions.register(served)
         if server_args.speculative_algorithm != ALGORITHM:

@@ -36,7 +36,7 @@ from sglang.srt.speculative.spec_utils import (
 )
 from sglang.srt.utils import broadcast_pyobj
 
-from sglang_ext.api import control
+from sglang_ext.api.datastore import control
 from sglang_ext.step.bias import Expected, prefer_next_tokens
 from sglang_ext.drafters.target_bigrams import bigrams_of
 from sglang_ext.budget.choice import knee

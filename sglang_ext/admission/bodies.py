@@ -9,7 +9,7 @@ import orjson
 
 from sglang_ext.admission.errors import AdmissionError
 from sglang_ext.admission.sampling_params import check_depth
-from sglang_ext.api.errors import error_body
+from sglang_ext.api.http import error_body
 
 # SGLang's own JSON goes through pickle and pydantic, which give up at some hundred levels.
 DEEPEST = 100

@@ -20,7 +20,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from yarl import URL
 
-from sglang_ext.api.errors import error_body
+from sglang_ext.api.http import error_body
 from sglang_ext.options import Options
 
 AUTHORIZATION = "authorization"

@@ -146,7 +146,7 @@ def growing(sentence: str, lag: int, *, by_character: bool = False) -> tuple[str
 
 def translate(source: str) -> str:
     """The message of the server's own translation sessions."""
-    from sglang_ext.api.translator import DEFAULT_TEMPLATE
+    from sglang_ext.api.translation.translator import DEFAULT_TEMPLATE
 
     return DEFAULT_TEMPLATE.format(
         source=source, source_language="English", target_language="French"

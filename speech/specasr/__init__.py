@@ -7,7 +7,7 @@ many requests at once; simulate.py tries them without a target. Nothing here imp
 """
 
 from speech.specasr.draft_model import DraftWhisper
-from speech.specasr.options import MODES, SpecASROptions
+from speech.specasr.draft_options import MODES, SpecASROptions
 from speech.specasr.session import DraftSession, SpecASR
 from speech.specasr.vocabulary import Vocabularies
 

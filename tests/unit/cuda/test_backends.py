@@ -163,7 +163,7 @@ def test_a_flag_that_can_work_is_obeyed(target, flags, choice):
 @pytest.fixture
 def started(configs, monkeypatch):
     """Start on CUDA: SGLang's real pipeline of arguments, our algorithm the only plugin."""
-    monkeypatch.setattr("sglang_ext.api.protocol.make_folder", lambda: None)
+    monkeypatch.setattr("sglang_ext.api.datastore.protocol.make_folder", lambda: None)
     monkeypatch.setattr(spec_registry, "_REGISTRY", {})
     SpeculativeAlgorithm.register(
         plugin.ALGORITHM, supports_overlap=True, spec_class=plugin._host_drafted_algorithm()

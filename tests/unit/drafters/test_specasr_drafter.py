@@ -8,7 +8,7 @@ from sglang_ext.drafters.specasr import WhisperDrafter, server_options
 from sglang_ext.options import Options
 from sglang_ext.tree import TokenTree
 from speech.specasr import sparse_tree
-from speech.specasr.options import MODES, SpecASROptions
+from speech.specasr.draft_options import MODES, SpecASROptions
 from tests.unit.speech.specasr_models import FRAMES, MEL_BINS, POSITIONS, vocab, write_whisper
 
 TARGET_TEXTS = ["ab", "abc"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from speech.specasr.draft_model import Prediction
-from speech.specasr.options import MODES, SpecASROptions
+from speech.specasr.draft_options import MODES, SpecASROptions
 from speech.specasr.recycling import OldDraft, offsets
 from speech.specasr.session import SpecASR
 from speech.specasr.simulate import Utterance, all_nodes, best_gain, simulate

@@ -1,0 +1,112 @@
+"""The datastore over HTTP. Errors have OpenAI's shape; SGLang's admin key guards every route:
+
+GET    /datastore                          size, state, problems
+POST   /datastore/flush                    wait until all that was served is searchable
+GET    /datastore/namespaces               tokens by namespace
+DELETE /datastore/namespaces/{namespace}   forget a tenant
+DELETE /datastore/requests/{rid}           forget one request's output, or a translation session
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import JSONResponse
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+from sglang_ext.api.datastore.control_client import call_all
+from sglang_ext.api.datastore.control import ControlError
+from sglang_ext.api.http import error_body
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def info() -> JSONResponse:
+    """The datastore's size and state; with data parallelism a list of them."""
+    return await _answer("info", lambda infos: infos[0] if len(infos) == 1 else {"ranks": infos})
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def flush(timeout: float = Query(30.0, gt=0, le=300)) -> JSONResponse:
+    """Wait until all that was served before is searchable."""
+    return await _answer("flush", _summed, timeout_s=timeout + 5, timeout=timeout)
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def namespaces() -> JSONResponse:
+    """Served tokens by namespace."""
+    return await _answer("namespaces", lambda found: {"namespaces": _summed(found)})
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def delete_namespace(request: Request, namespace: str) -> JSONResponse:
+    """Remove a namespace from memory and disk, and its sessions; answers when it is gone."""
+    _forget_sessions(request, namespace, None)
+    return await _answer("delete_namespace", _deleted, namespace=namespace)
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def delete_request(request: Request, rid: str, namespace: str | None = None) -> JSONResponse:
+    """Remove what one request, or a translation session, contributed from memory and disk.
+
+    Answers when it is gone.
+    """
+    _forget_sessions(request, namespace, rid)
+    return await _answer("delete_request", _deleted, rid=rid, namespace=namespace)
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add the routes to SGLang's application.
+
+    One by one: SGLang looks an endpoint's auth level up among the application's own routes and
+    does not find it in a router that was included.
+    """
+    for method, path, endpoint in (
+        ("GET", "/datastore", info),
+        ("POST", "/datastore/flush", flush),
+        ("GET", "/datastore/namespaces", namespaces),
+        ("DELETE", "/datastore/namespaces/{namespace}", delete_namespace),
+        ("DELETE", "/datastore/requests/{rid:path}", delete_request),
+    ):
+        app.add_api_route(path, endpoint, methods=[method])
+    app.add_exception_handler(json.JSONDecodeError, _not_json)
+
+
+async def _not_json(request: Request, error: Exception) -> JSONResponse:
+    """SGLang's corpus endpoints let a body that is no JSON end in a 500."""
+    if not request.url.path.endswith(("_external_corpus", "_external_corpora")):
+        raise error
+    return error_response(f"the body is not JSON: {error}", 400)
+
+
+def error_response(message: str, status: int) -> JSONResponse:
+    """An error as OpenAI's API would give it."""
+    return JSONResponse(error_body(message, status, code=status), status)
+
+
+async def _answer(op: str, merge: Any, **arguments: Any) -> JSONResponse:
+    try:
+        # In a thread: the event loop serves requests meanwhile.
+        return JSONResponse(merge(await asyncio.to_thread(call_all, op, **arguments)))
+    except ControlError as error:
+        return error_response(str(error), error.status)
+
+
+def _forget_sessions(request: Request, namespace: str | None, session_id: str | None) -> None:
+    """Close translation sessions, where this server has any; what they run is aborted."""
+    forget = getattr(request.app.state, "forget_sessions", None)
+    if forget is not None:
+        forget(namespace, session_id)
+
+
+def _summed(results: Sequence[dict[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for result in results:
+        for name, tokens in result.items():
+            total[name] = total.get(name, 0) + tokens
+    return total
+
+
+def _deleted(results: Sequence[dict[str, int]]) -> dict[str, int]:
+    return {"deleted_tokens": _summed(results)["tokens"]}

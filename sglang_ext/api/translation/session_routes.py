@@ -1,0 +1,328 @@
+"""Translation sessions over HTTP, server-sent events and WebSockets (docs/translation.md):
+
+POST   /v1/translation/sessions                open
+GET    /v1/translation/sessions/{id}           source, translation, settings
+DELETE /v1/translation/sessions/{id}           forget; a running update is aborted
+POST   /v1/translation/sessions/{id}/updates   a grown or revised source; its translation
+POST   /v1/translation/sessions/{id}/finish    show what is held back; no more updates
+GET    /v1/translation/sessions/{id}/events    every update, as server-sent events
+WS     /v1/translation/sessions/{id}/ws        updates in, translations out
+"""
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from functools import cache, partial, wraps
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, WebSocket
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect, HTTPConnection
+
+from datastores import DEFAULT_NAMESPACE
+from sglang_ext.api.open_streams import Stream, Streams
+from sglang_ext.api.translation.session import Session
+from sglang_ext.api.translation.session_table import SessionTable
+from sglang_ext.api.translation.session_settings import (
+    body_limit,
+    parse_settings,
+    parse_update,
+    read_json,
+)
+from sglang_ext.api.translation.session_socket import SessionSocket
+from sglang_ext.api.translation.session_update import Message, RunningUpdate
+from sglang_ext.api.translation.translator import Translator
+from sglang_ext.api.transcription.uploads import ApiError
+from sglang_ext.options import Options
+from sglang_ext.step.request_table import RequestOptionError, check_namespace
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_PATH = "/v1/translation/sessions"
+_KEEP_ALIVE_S = 15.0  # proxies close what is silent
+_CLIENT_CLOSED_REQUEST = 499
+_DONE = "data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What the routes work with.
+
+    Attributes:
+        api_key: SGLang's --api-key; None: all may connect.
+        workers: processes that serve HTTP.
+    """
+
+    translator: Translator | None
+    table: SessionTable
+    options: Options
+    api_key: str | None = None
+    workers: int = 1
+
+
+def add_routes(app: FastAPI, backend: Callable[[], Backend] | None = None) -> None:
+    """Add the routes to SGLang's application, one by one (see routes.add_routes).
+
+    Args:
+        backend: makes what they work with, at the first request; None: of SGLang's own.
+    """
+    routes = _Routes(backend or _backend)
+    one = _PATH + "/{session_id}"
+    for method, path, endpoint in (
+        ("POST", _PATH, routes.open),
+        ("GET", one, routes.show),
+        ("DELETE", one, routes.delete),
+        ("POST", one + "/updates", routes.update),
+        ("POST", one + "/finish", routes.finish),
+        ("GET", one + "/events", routes.events),
+        ("GET", one + "/ws", routes.no_socket),
+    ):
+        app.add_api_route(path, _answering(endpoint), methods=[method], response_model=None)
+    app.add_api_websocket_route(one + "/ws", routes.socket)
+    app.state.forget_sessions = routes.forget
+
+
+class _Routes:
+    """The endpoints."""
+
+    def __init__(self, backend: Callable[[], Backend]):
+        self._backend = cache(backend)
+        self._streams = cache(self._new_streams)
+
+    async def open(self, request: Request) -> Response:
+        """Open a session."""
+        backend = self._backend()
+        if backend.workers > 1:
+            raise ApiError(
+                "translation sessions live in one HTTP process and this server has "
+                f"{backend.workers}: start it with --tokenizer-worker-num 1, or use "
+                "/v1/chat/completions with custom_params.ssbd.session",
+                501,
+            )
+        if backend.translator is None:
+            raise ApiError("this server has no tokenizer (--skip-tokenizer-init)", 501)
+        body = await self._body(request)
+        session = Session(
+            self._namespace(request),
+            parse_settings(body, backend.translator.model_names),
+            backend.translator,
+            backend.options.translation_max_source_chars,
+        )
+        backend.table.add(session)
+        return JSONResponse(backend.table.message(session))
+
+    async def show(self, request: Request, session_id: str) -> Response:
+        """The session as it is."""
+        return JSONResponse(self._backend().table.message(self._session(request, session_id)))
+
+    async def delete(self, request: Request, session_id: str) -> Response:
+        """Forget a session; a running update is aborted."""
+        self._backend().table.delete(session_id, self._namespace(request))
+        return JSONResponse({"id": session_id, "object": "translation.session", "deleted": True})
+
+    def forget(self, namespace: str | None, session_id: str | None) -> None:
+        """What deletions call (routes.py), as SessionTable.forget."""
+        self._backend().table.forget(namespace, session_id)
+
+    async def update(self, request: Request, session_id: str) -> Response:
+        """Change the source and translate it."""
+        update = parse_update(await self._body(request))
+        running = self._session(request, session_id).update(update, update.stream)
+        if not update.stream:
+            return JSONResponse(await _until_gone(request, running, running.result()))
+        # The first text tells that all is well, while a status can tell otherwise.
+        await _until_gone(request, running, running.begun())
+        return StreamingResponse(_written(running), media_type="text/event-stream")
+
+    async def finish(self, request: Request, session_id: str) -> Response:
+        """Show what is held back; no more updates."""
+        await self._body(request)
+        running = self._session(request, session_id).finish()
+        return JSONResponse(await _until_gone(request, running, running.result()))
+
+    async def events(self, request: Request, session_id: str) -> Response:
+        """Every update from the last one on, until the session ends."""
+        session = self._session(request, session_id)
+        last = request.headers.get("last-event-id", "")
+        seen = int(last) if last.isdecimal() and len(last) < 19 else None
+        if session.finished and seen == session.state.revision:
+            return Response(status_code=204)  # a browser would come back for ever otherwise
+        slot = self._streams().enter(session.namespace)
+        return StreamingResponse(_updates(session, seen, slot), media_type="text/event-stream")
+
+    async def socket(self, socket: WebSocket) -> None:
+        """Updates in, translations out. SGLang checks keys of HTTP requests only."""
+        backend, session_id = self._backend(), socket.path_params["session_id"]
+        try:
+            _check_key(socket, backend.api_key)
+            namespace = self._namespace(socket)
+            session = backend.table.get(session_id, namespace)
+            slot = self._streams().enter(namespace)
+        except ApiError as error:
+            return await _deny(socket, error)
+        with slot:
+            await socket.accept()
+            limit = body_limit(backend.options.translation_max_source_chars)
+            use = partial(backend.table.get, session_id, namespace)
+            await SessionSocket(socket, session, use, limit).run()
+
+    async def no_socket(self, session_id: str) -> Response:
+        """A plain GET where a WebSocket belongs, or a server that cannot speak it."""
+        raise ApiError(
+            "this address is a WebSocket's; if you did ask for one, the server lacks the package "
+            "websockets",
+            426,
+        )
+
+    def _new_streams(self) -> Streams:
+        options = self._backend().options
+        share = options.namespace_share if options.namespace_header else 1.0
+        return Streams(options.max_streams, share)
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        limit = body_limit(self._backend().options.translation_max_source_chars)
+        return await read_json(request, limit)
+
+    def _session(self, request: Request, session_id: str) -> Session:
+        return self._backend().table.get(session_id, self._namespace(request))
+
+    def _namespace(self, connection: HTTPConnection) -> str:
+        """The namespace that the header names (namespaces.NamespaceHeader sees no WebSockets)."""
+        header = self._backend().options.namespace_header
+        values = set(connection.headers.getlist(header)) if header else set()
+        if not values:
+            return DEFAULT_NAMESPACE
+        if len(values) > 1:
+            raise ApiError(f"the header {header} comes with several values")
+        try:
+            return check_namespace(values.pop(), f"the header {header}")
+        except RequestOptionError as error:
+            raise ApiError(str(error)) from None
+
+
+async def _written(running: RunningUpdate) -> AsyncGenerator[str]:
+    """An update as events: the text while it is written, then the update or an error."""
+    try:
+        async for delta in running.deltas():
+            yield _event(delta)
+        yield _event(await running.result())
+        yield _DONE
+    except ApiError as error:
+        yield _event(error.body())
+    finally:
+        running.cancel()
+
+
+async def _updates(session: Session, seen: int | None, slot: Stream) -> AsyncGenerator[str]:
+    """A session's updates as events with their revisions as ids."""
+    with slot, session.listening(seen) as updates:
+        while True:
+            try:
+                async with asyncio.timeout(_KEEP_ALIVE_S):
+                    update = await updates.get()
+            except TimeoutError:
+                yield ": keep-alive\n\n"
+                continue
+            if update is None:
+                break
+            yield f"id: {update['revision']}\n{_event(update)}"
+    yield _DONE
+
+
+def _event(data: Message) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+async def _until_gone(request: Request, running: RunningUpdate, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result; if the client goes, the update is given up.
+
+    Raises:
+        ApiError: the work's, or the client has gone and nobody will see it.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ApiError("the client has gone", _CLIENT_CLOSED_REQUEST)
+    except BaseException:
+        running.cancel()
+        raise
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client has gone; the body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _check_key(connection: HTTPConnection, api_key: str | None) -> None:
+    """As SGLang does for HTTP (utils/auth.py).
+
+    Raises:
+        ApiError: there is a key, and the client does not have it (401).
+    """
+    scheme, _, given = connection.headers.get("authorization", "").partition(" ")
+    known = hmac.compare_digest(given.encode("latin-1"), (api_key or "").encode())
+    if api_key and not (known and scheme.lower() == "bearer"):
+        raise ApiError("the header Authorization must be: Bearer, and the server's API key", 401)
+
+
+async def _deny(socket: WebSocket, error: ApiError) -> None:
+    """Refuse the handshake, with the error where the server can send one."""
+    if "websocket.http.response" in (socket.scope.get("extensions") or {}):
+        await socket.send_denial_response(error.response())
+    else:
+        await socket.close()
+
+
+def _answering(
+    endpoint: Callable[..., Awaitable[Response]],
+) -> Callable[..., Awaitable[Response]]:
+    """The endpoint, with its errors as OpenAI's API would give them."""
+
+    @wraps(endpoint)
+    async def answer(*args: Any, **kwargs: Any) -> Response:
+        try:
+            return await endpoint(*args, **kwargs)
+        except ApiError as error:
+            return error.response()
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        except Exception as error:
+            logger.exception("a request of a translation session failed")
+            return ApiError(f"{type(error).__name__}: {error}", 500).response()
+
+    return answer
+
+
+def _backend() -> Backend:
+    """Of the server that this process is."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.runtime_context import get_serving
+
+    options, serving = Options.from_env(), get_serving()
+    manager = get_global_state().tokenizer_manager
+    return Backend(
+        None
+        if manager.tokenizer is None
+        else Translator(manager, serving.default_chat_template_kwargs),
+        SessionTable(
+            options.translation_sessions,
+            options.translation_idle_seconds,
+            stopping=lambda: manager.gracefully_exit,
+            # Only the header names the namespace of a session.
+            share=options.namespace_share if options.namespace_header else 1.0,
+        ),
+        options,
+        serving.api_key,
+        serving.tokenizer_worker_num,
+    )

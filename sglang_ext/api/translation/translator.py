@@ -1,0 +1,266 @@
+"""Sources through SGLang's tokenizer manager, in this process, and outputs as text."""
+
+import contextlib
+import re
+import unicodedata
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import HTTPException
+
+from sglang_ext.api.translation.session_settings import SessionSettings
+from sglang_ext.api.transcription.uploads import ApiError
+
+# The source comes last, so that the radix cache keeps all that was read before it grew.
+DEFAULT_TEMPLATE = (
+    "Translate the following text from {source_language} to {target_language}. "
+    "Answer with the translation only.\n\n{source}"
+)
+_PLACEHOLDER = re.compile(r"\{(source|source_language|target_language)\}")
+# A translation is rarely twice as long as its source, but a short one may be.
+_TOKENS_PER_SOURCE_TOKEN, _MORE_TOKENS = 2, 64
+
+# Scripts without spaces between words, by the Unicode names of their letters.
+_UNSPACED = re.compile("CJK|HIRAGANA|KATAKANA|THAI|LAO|KHMER|MYANMAR")
+_JOINER = "\u200d"  # zero width joiner
+
+OnText = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What the model wrote for a source.
+
+    Attributes:
+        token_ids: without the tokens that end an output: the next draft.
+        text: the same, without white space around it.
+        finish_reason: "stop", or "length" where max_tokens or the context cut it.
+        prompt_tokens, completion_tokens: as SGLang counts them.
+        accepted_draft_tokens: how many of the output were drafted.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: str = "stop"
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    accepted_draft_tokens: int = 0
+
+
+class Translator:
+    """The served model as a translator.
+
+    Args:
+        manager: SGLang's TokenizerManager.
+        template_options: SGLang's --default-chat-template-kwargs.
+    """
+
+    def __init__(self, manager: Any, template_options: Mapping[str, Any] | None = None):
+        self._manager = manager
+        self._tokenizer = manager.tokenizer
+        # A model that thinks first would not be live.
+        self._template_options = {**(template_options or {}), "enable_thinking": False}
+        eos = {getattr(self._tokenizer, "eos_token_id", None)}
+        self._eos = frozenset(eos | set(manager.model_config.hf_eos_token_id or ())) - {None}
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names that requests may call the model by."""
+        return [self._manager.served_model_name, self._manager.model_path]
+
+    async def translate(
+        self,
+        settings: SessionSettings,
+        source: str,
+        draft: Sequence[int],
+        namespace: str,
+        ingest: str | None,
+        on_text: OnText | None = None,
+    ) -> Translation:
+        """Translate `source`; if this task is cancelled, SGLang aborts the request.
+
+        Args:
+            draft: token ids of the last translation.
+            namespace: whose served outputs the request reads and joins.
+            ingest: the name by which the output joins the datastore; None: it does not.
+            on_text: gets the text so far, again and again.
+
+        Raises:
+            ApiError: the prompt does not fit, or SGLang refused or aborted the request.
+        """
+        request = self._request(settings, source, draft, namespace, ingest, on_text is not None)
+        increments = on_text is not None and self._manager.incremental_streaming_output
+        tokens: list[int] = []
+        text = ""
+        meta: Mapping[str, Any] = {}
+        try:
+            async with contextlib.aclosing(self._manager.generate_request(request)) as outputs:
+                async for output in outputs:
+                    meta = _checked_meta(output)
+                    if increments:
+                        tokens += output["output_ids"]
+                        text += output["text"]
+                    else:
+                        tokens, text = output["output_ids"], output["text"]
+                    if on_text is not None:
+                        on_text(text.strip())
+        except ValueError as error:  # SGLang's, and those of custom_params
+            raise ApiError(str(error)) from error
+        except HTTPException as error:
+            raise ApiError(str(error.detail), error.status_code) from error
+        kept = self._without_end(tokens, meta)
+        return Translation(
+            token_ids=kept,
+            text=self._decoded(kept).strip(),
+            finish_reason="length" if _reason(meta).get("type") == "length" else "stop",
+            prompt_tokens=meta.get("prompt_tokens", 0),
+            completion_tokens=meta.get("completion_tokens", len(tokens)),
+            accepted_draft_tokens=meta.get("spec_num_correct_drafts", 0),
+        )
+
+    def stable_part(self, translation: Translation, mask: int) -> str:
+        """The beginning of the text that the last `mask` tokens have no share in.
+
+        It ends where a word ends (in scripts without spaces, a character as a reader sees it): a
+        word that is partly among those tokens would change on the screen.
+        """
+        if not mask:
+            return translation.text
+        shown = self._decoded(translation.token_ids[: -mask or None]).lstrip()
+        # Half a character decodes to something else than the whole text has there.
+        end = _common(shown, translation.text)
+        while _within_character(translation.text, end) or _within_word(translation.text, end):
+            end -= 1
+        return translation.text[:end]
+
+    def _request(
+        self,
+        settings: SessionSettings,
+        source: str,
+        draft: Sequence[int],
+        namespace: str,
+        ingest: str | None,
+        stream: bool,
+    ) -> Any:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        source = source.strip()
+        prompt = self._prompt(settings, source)
+        ssbd = {
+            "draft": list(draft) or None,
+            "beta": settings.beta,
+            "trim": settings.trim_draft,
+            "realign": settings.realign,
+            "retrieve": settings.retrieve,
+        }
+        # As /v1/chat/completions: the model's own settings hold where the session has none.
+        sampling = self._manager.model_config.get_default_sampling_params() | {
+            "temperature": settings.temperature,
+            "max_new_tokens": self._max_tokens(settings, source, len(prompt)),
+            "custom_params": {
+                "drafter": "ssbd",
+                "namespace": namespace,
+                "ingest": ingest is not None,
+                **({"ingest_name": ingest} if ingest is not None else {}),
+                "ssbd": {name: value for name, value in ssbd.items() if value is not None},
+            },
+        }
+        if settings.seed is not None:
+            sampling["sampling_seed"] = settings.seed
+        rid = f"trs-{uuid.uuid4().hex}"
+        return GenerateReqInput(rid=rid, input_ids=prompt, sampling_params=sampling, stream=stream)
+
+    def _prompt(self, settings: SessionSettings, source: str) -> list[int]:
+        """Token ids of the user message in the model's chat template; bare where it has none."""
+        values = {
+            "source": source,
+            "source_language": settings.source_language,
+            "target_language": settings.target_language,
+        }
+        # In one pass: a source may hold "{target_language}".
+        message = _PLACEHOLDER.sub(
+            lambda found: values[found[1]], settings.template or DEFAULT_TEMPLATE
+        )
+        if not getattr(self._tokenizer, "chat_template", None):
+            return list(self._tokenizer.encode(message))
+        rendered = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}],
+            tokenize=False,
+            add_generation_prompt=True,
+            **self._template_options,
+        )
+        # The template has written the special tokens.
+        return list(self._tokenizer.encode(rendered, add_special_tokens=False))
+
+    def _max_tokens(self, settings: SessionSettings, source: str, prompt_tokens: int) -> int:
+        """The most tokens to write.
+
+        Raises:
+            ApiError: the context has no room for any.
+        """
+        context = self._manager.context_len - self._manager.num_reserved_tokens
+        room = context - prompt_tokens
+        if room < 1:
+            raise ApiError(
+                f"the prompt with this source has {prompt_tokens} tokens and leaves no room for a "
+                f"translation in the model's context of {context}",
+                param="source",
+                code="context_length_exceeded",
+            )
+        if settings.max_tokens is not None:
+            return min(room, settings.max_tokens)
+        tokens = len(self._tokenizer.encode(source, add_special_tokens=False))
+        return min(room, _TOKENS_PER_SOURCE_TOKEN * tokens + _MORE_TOKENS)
+
+    def _without_end(self, tokens: Sequence[int], meta: Mapping[str, Any]) -> tuple[int, ...]:
+        ends = self._eos | {_reason(meta).get("matched")}
+        end = len(tokens)
+        while end and tokens[end - 1] in ends:
+            end -= 1
+        return tuple(tokens[:end])
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+def _common(a: str, b: str) -> int:
+    """How many characters both begin with."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def _within_character(text: str, end: int) -> bool:
+    """Whether what stands at `end` is shown as one with what is before it: accents, emoji."""
+    if not 0 < end < len(text):
+        return False
+    return unicodedata.category(text[end]).startswith("M") or _JOINER in text[end - 1 : end + 1]
+
+
+def _within_word(text: str, end: int) -> bool:
+    """Whether `end` cuts a word of a script that has spaces between words."""
+    if not 0 < end < len(text):
+        return False
+    return all(
+        character.isalnum() and not _UNSPACED.match(unicodedata.name(character, ""))
+        for character in text[end - 1 : end + 1]
+    )
+
+
+def _reason(meta: Mapping[str, Any]) -> Mapping[str, Any]:
+    return meta.get("finish_reason") or {}
+
+
+def _checked_meta(output: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The output's meta_info.
+
+    Raises:
+        ApiError: the request was aborted.
+    """
+    meta = output["meta_info"]
+    reason = _reason(meta)
+    if reason.get("type") == "abort":
+        message = reason.get("message") or "the server gave the request up"
+        raise ApiError(message, int(reason.get("status_code") or 500))
+    return meta
