@@ -13,8 +13,8 @@ from io import BytesIO
 
 import numpy as np
 
-from scripts.audio_seeds import written
-from scripts.figures import parser, report
+from scripts.lib.audio_seeds import written
+from scripts.lib.figures import parser, report
 from speech.audio import SAMPLE_RATE, decode
 from speech.decoders import DecoderPool
 

@@ -33,11 +33,11 @@ from dataclasses import dataclass, field
 
 from scipy.stats import trim_mean  # type: ignore[import-untyped]
 
-from scripts.client import generate_all
-from scripts.figures import parser, report
-from scripts.metrics import read_metrics
-from scripts.prompts import spec_bench
-from scripts.server import Server
+from scripts.lib.client import generate_all
+from scripts.lib.figures import parser, report
+from scripts.lib.served_metrics import read_metrics
+from scripts.lib.spec_bench import spec_bench
+from scripts.lib.server import Server
 
 BATCHES = (1, 4, 8, 16, 32)
 MAX_PROMPT_TOKENS = 160

@@ -1,7 +1,7 @@
 """What the budget makes of captured widths, in a model of a GPU: answers replayed in a closed loop.
 
 A model: nothing here ran on a GPU, and every figure says so in its name. The seconds of a step come
-from scripts/gpu_roofline.py (Llama-3-8B on an H100). Texts, drafts, acceptance and decisions are
+from scripts/lib/gpu_roofline.py (Llama-3-8B on an H100). Texts, drafts, acceptance and decisions are
 real: SSSD drafts for answers that are known, and the product's ration, calibration, cost model and
 choose_width decide which steps look for drafts and how wide they verify. They know no more than on
 a server: the times of steps, with noise and one step late, from the first step on.
@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scripts.figures import parser, report
-from scripts.gpu_roofline import WIDTHS, Gpu, padded
-from scripts.prompts import DATA, MODEL, spec_bench, tokenizer
+from scripts.lib.figures import parser, report
+from scripts.lib.gpu_roofline import WIDTHS, Gpu, padded
+from scripts.lib.spec_bench import DATA, MODEL, spec_bench, tokenizer
 from sglang_ext.budget.choice import Calibration, choose_width
 from sglang_ext.budget.cost_model import DELAYED_CUDA, NODE_READS_CUDA, CostModel
 from sglang_ext.budget.cost_sweep import CUDA_COUNTS, assumed_costs

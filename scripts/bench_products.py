@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoConfig
 
-from scripts.figures import parser, report
+from scripts.lib.figures import parser, report
 from sglang_ext.cpu.install import usable_cores
 from sglang_ext.cpu.linear import PackedWeight
 from sglang_ext.models import resolve

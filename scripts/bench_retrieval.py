@@ -22,8 +22,8 @@ import numpy as np
 from datastores import CorpusBuilder, Datastore, RetrievalConfig, Snapshot, retrieve, warm_up
 from datastores.input_trie import InputTrie
 from datastores.replay import replay
-from scripts.figures import parser, report
-from scripts.machine_text import Documents, machine_text, tokenizer_size
+from scripts.lib.figures import parser, report
+from scripts.lib.machine_text import Documents, machine_text, tokenizer_size
 
 FULL_TOKENS = 112_000_000
 QUICK_TOKENS = 12_000_000

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.figures import parser, report
-from scripts.metrics import read_metrics
-from scripts.server import Server
-from scripts.speech_client import (
+from scripts.lib.figures import parser, report
+from scripts.lib.served_metrics import read_metrics
+from scripts.lib.server import Server
+from scripts.lib.speech_client import (
     AUTOREGRESSIVE,
     BASELINES,
     MODES,
@@ -35,7 +35,7 @@ from scripts.speech_client import (
     transcribe,
 )
 from scripts.speech_data import FOLDER, Clip, read_clips
-from scripts.word_errors import WordErrors, draft_texts
+from scripts.lib.word_errors import WordErrors, draft_texts
 from sglang_ext.models import default_cache_dir, resolve
 from speech.enlarge import CONFIG_KEY, Enlargement, enlarge
 

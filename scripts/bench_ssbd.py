@@ -36,13 +36,13 @@ from pathlib import Path
 
 import requests
 
-from scripts.client import TIMEOUT_S, generate
-from scripts.figures import parser, report
-from scripts.prompts import tokenizer
-from scripts.server import Server
-from scripts.ssbd_metrics import common_prefix
-from scripts.ssbd_plots import AR, DEFAULT, EXACT, MODES, Mode, Tables
-from scripts.ssbd_streams import (
+from scripts.lib.client import TIMEOUT_S, generate
+from scripts.lib.figures import parser, report
+from scripts.lib.spec_bench import tokenizer
+from scripts.lib.server import Server
+from scripts.lib.ssbd_metrics import common_prefix
+from scripts.lib.ssbd_plots import AR, DEFAULT, EXACT, MODES, Mode, Tables
+from scripts.lib.ssbd_streams import (
     Settings,
     Stream,
     Update,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from scripts.figures import parser, report
+from scripts.lib.figures import parser, report
 from sglang_ext.servers.processes import run as start_and_wait
 
 Figures = Mapping[str, float]

@@ -17,9 +17,11 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from scripts import isolation_drafts, isolation_pd, isolation_server
-from scripts.figures import parser, report
-from scripts.isolation_drafts import NothingShown
+from scripts.lib import isolation_drafts
+from scripts.lib import isolation_pd
+from scripts.lib import isolation_server
+from scripts.lib.figures import parser, report
+from scripts.lib.isolation_drafts import NothingShown
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
     "drafts": isolation_drafts.check,

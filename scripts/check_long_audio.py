@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import requests
 
-from scripts.client import TIMEOUT_S
-from scripts.figures import parser, report
-from scripts.server import Server
+from scripts.lib.client import TIMEOUT_S
+from scripts.lib.figures import parser, report
+from scripts.lib.server import Server
 from scripts.speech_data import FOLDER, Clip, encode, read_clips
-from scripts.word_errors import WordErrors
+from scripts.lib.word_errors import WordErrors
 
 # (format, samples per second, channels); Opus itself goes up to 48 kHz.
 FILES = (

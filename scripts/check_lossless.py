@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.client import Completion, generate_all
-from scripts.figures import parser, report
-from scripts.prompts import Prompt, spec_bench
-from scripts.server import Server
+from scripts.lib.client import Completion, generate_all
+from scripts.lib.figures import parser, report
+from scripts.lib.spec_bench import Prompt, spec_bench
+from scripts.lib.server import Server
 
 BATCH_SIZES = (1, 8)
 # Two servers: one verifies every draft, good or bad; one chooses its budget as users' do.

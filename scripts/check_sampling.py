@@ -25,10 +25,10 @@ from scipy.stats import chi2
 from tqdm import tqdm
 
 from scripts.check_lossless import write_oracle
-from scripts.client import TIMEOUT_S, generate_all
-from scripts.figures import parser, report
-from scripts.prompts import Prompt, spec_bench
-from scripts.server import Server
+from scripts.lib.client import TIMEOUT_S, generate_all
+from scripts.lib.figures import parser, report
+from scripts.lib.spec_bench import Prompt, spec_bench
+from scripts.lib.server import Server
 
 # The third token is the second that a verify step decides.
 TOKENS = 3

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from scripts.figures import parser, report
-from scripts.server import Server
-from scripts.speech_client import AUTOREGRESSIVE, MODES, Speech, Transcript, transcribe_all
+from scripts.lib.figures import parser, report
+from scripts.lib.server import Server
+from scripts.lib.speech_client import AUTOREGRESSIVE, MODES, Speech, Transcript, transcribe_all
 from scripts.speech_data import DERIVED_S, FOLDER, Clip, derive, read_clips, windows
 
 BATCH_SIZES = (1, 8)

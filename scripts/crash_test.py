@@ -26,10 +26,10 @@ from tqdm import tqdm
 
 from datastores import Datastore, verify_folder
 from datastores.segment import document_digest
-from scripts.client import generate
-from scripts.figures import parser, report
-from scripts.prompts import spec_bench
-from scripts.server import Server
+from scripts.lib.client import generate
+from scripts.lib.figures import parser, report
+from scripts.lib.spec_bench import spec_bench
+from scripts.lib.server import Server
 from sglang_ext.servers import processes
 from sglang_ext.drafters import DrafterContext, DraftRequest
 from sglang_ext.drafters.sssd import PROMPT_TAIL, RetrievalDrafter

@@ -29,11 +29,11 @@ import numpy as np
 import psutil
 from tqdm import tqdm
 
-from scripts.audio_mutations import CLASSES, mutant
-from scripts.audio_seeds import missing, seeds
-from scripts.figures import parser, report
-from scripts.fuzz_audio_live import LiveRun
-from scripts.server import Server
+from scripts.lib.audio_mutations import CLASSES, mutant
+from scripts.lib.audio_seeds import missing, seeds
+from scripts.lib.figures import parser, report
+from scripts.lib.fuzz_audio_live import LiveRun
+from scripts.lib.server import Server
 from sglang_ext.servers.processes import end_with_parent
 from speech.audio import BLOCK_SAMPLES, SAMPLE_RATE
 from speech.audio_errors import AudioError, DecoderDied

@@ -1,6 +1,6 @@
 """Requests that are wrong in every way, against a running server: each gets an answer, none a 500.
 
-Blocks of 50 requests of one class (scripts/fuzz_grammar.py) are sent, six of them alone and with
+Blocks of 50 requests of one class (scripts/lib/fuzz_grammar.py) are sent, six of them alone and with
 short outputs, for some do harm only where nothing else is in their batch, then eight at a time;
 after each block a valid request must give the tokens that it gave at first. With the seed a
 request's number makes the request: --offset goes on where a run was ended, and `--offset N
@@ -26,10 +26,10 @@ from pathlib import Path
 import psutil
 import requests
 
-from scripts.figures import parser, report
-from scripts.fuzz_client import FuzzClient
-from scripts.fuzz_grammar import FuzzRequest, block, classes, shortened
-from scripts.server import Server
+from scripts.lib.figures import parser, report
+from scripts.lib.fuzz_client import FuzzClient
+from scripts.lib.fuzz_grammar import FuzzRequest, block, classes, shortened
+from scripts.lib.server import Server
 from sglang_ext.servers import processes
 
 BLOCK = 50

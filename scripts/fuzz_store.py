@@ -39,9 +39,9 @@ from datastores.folding import FoldJob, run_job
 from datastores.following import FollowingCollection
 from datastores.logs import LogOptions
 from datastores.segment import document_lengths
-from scripts.figures import parser, report
-from scripts.store_mutations import CLASSES, FINGERPRINT, VOCAB, Known, mutate, templates
-from scripts.store_smuggling import smuggled
+from scripts.lib.figures import parser, report
+from scripts.lib.store_mutations import CLASSES, FINGERPRINT, VOCAB, Known, mutate, templates
+from scripts.lib.store_smuggling import smuggled
 
 QUICK_ROUNDS = 500
 _WAIT_S = 20.0

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.figures import parser, report
+from scripts.lib.figures import parser, report
 from sglang_ext.budget.choice import Calibration, choose_nodes
 from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest, load

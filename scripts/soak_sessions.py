@@ -26,9 +26,9 @@ from typing import Any
 
 import aiohttp
 
-from scripts.figures import parser, report
-from scripts.server import Server
-from scripts.soak_client import IDLE_S, PATH, TIMEOUT_S, Client, Soak, Tally
+from scripts.lib.figures import parser, report
+from scripts.lib.server import Server
+from scripts.lib.soak_client import IDLE_S, PATH, TIMEOUT_S, Client, Soak, Tally
 
 MODEL = "qwen2.5-coder-0.5b-instruct"
 PROGRESS_S = 15

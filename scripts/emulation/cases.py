@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from scripts.emulation.traffic import Job
-from scripts.prompts import Prompt
+from scripts.lib.spec_bench import Prompt
 
 DRAFTERS = ("sssd", "random", "oracle")
 # Prefills of more are split; a long prompt below has several times as many.

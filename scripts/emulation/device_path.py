@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from scripts.emulation import flashinfer, streams
+from scripts.emulation import flashinfer
+from scripts.emulation import fake_streams as streams
 
 # tree_cpu's flags that CUDA's server does not have.
 _HOST_ONLY_FLAGS = ("--disable-overlap-schedule",)

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from scripts.emulation.emulated_server import EmulatedServer, check_settings, left_running
-from scripts.emulation.environment import one_thread
+from scripts.emulation.cuda_environment import one_thread
 from scripts.emulation.traffic import Job, ask, difference, run
-from scripts.figures import parser, report
-from scripts.metrics import read_metrics
-from scripts.server import Server
-from scripts.speech_client import MAX_NEW_TOKENS, MODES, Speech
+from scripts.lib.figures import parser, report
+from scripts.lib.served_metrics import read_metrics
+from scripts.lib.server import Server
+from scripts.lib.speech_client import MAX_NEW_TOKENS, MODES, Speech
 from scripts.speech_data import FOLDER, read_clips
 
 TARGET, DRAFT = "whisper-base", "whisper-tiny.en"

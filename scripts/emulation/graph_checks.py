@@ -25,7 +25,8 @@ from typing import Any  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from scripts.emulation import flashinfer, graphs, targets  # noqa: E402
+from scripts.emulation import flashinfer, targets
+from scripts.emulation import fake_graphs as graphs
 from scripts.emulation.verify_cases import Step  # noqa: E402
 
 FULL_WIDTH, MAX_REQUESTS, SLOTS = 8, 6, 2000

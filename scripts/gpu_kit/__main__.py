@@ -33,7 +33,7 @@ def main() -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from scripts.gpu_kit.kit import Kit
-    from scripts.gpu_kit.runner import run
+    from scripts.gpu_kit.phase_runner import run
     from scripts.gpu_kit.schedule import chosen
 
     if args.dry_run:

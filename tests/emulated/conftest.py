@@ -14,10 +14,10 @@ from scripts.emulation.emulated_server import (
     plain_server,
     retracting,
 )
-from scripts.emulation.environment import one_thread
+from scripts.emulation.cuda_environment import one_thread
 from scripts.emulation.traffic import Job, run
-from scripts.prompts import MODEL, Prompt, spec_bench
-from scripts.server import Server
+from scripts.lib.spec_bench import MODEL, Prompt, spec_bench
+from scripts.lib.server import Server
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scripts.emulation.streams import (
+from scripts.emulation.fake_streams import (
     Event,
     Stream,
     StreamContext,

@@ -11,10 +11,10 @@ import sys
 
 import pytest
 
-from scripts.gpu_kit.attention import RELATIVE_ERROR, FlashInferVerify, Verify, triton_verify
+from scripts.gpu_kit.attention_checks import RELATIVE_ERROR, FlashInferVerify, Verify, triton_verify
 from scripts.gpu_kit.kit import Kit
 from scripts.gpu_kit.lines import FAILED_CASES, KIT_VARIABLE, PASSED
-from scripts.gpu_kit.runner import PARTS
+from scripts.gpu_kit.phase_runner import PARTS
 
 pytestmark = pytest.mark.gpu
 

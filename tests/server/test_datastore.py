@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import requests
 
-from scripts.isolation_server import deletion_leftovers
-from scripts.server import Server
+from scripts.lib.isolation_server import deletion_leftovers
+from scripts.lib.server import Server
 from tests.server.conftest import CHUNK, MODEL
 
 HEADER = "x-sglang-ext-namespace"

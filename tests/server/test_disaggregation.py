@@ -9,12 +9,12 @@ import psutil
 import pytest
 import requests
 
-from scripts.client import Completion, generate, generate_all, stream
-from scripts.isolation_pd import HEADER, Routed, problems, rust_router
-from scripts.metrics import read_metrics
-from scripts.pd_servers import Disaggregated
-from scripts.prompts import Prompt
-from scripts.server import Server
+from scripts.lib.client import Completion, generate, generate_all, stream
+from scripts.lib.isolation_pd import HEADER, Routed, problems, rust_router
+from scripts.lib.served_metrics import read_metrics
+from scripts.lib.pd_servers import Disaggregated
+from scripts.lib.spec_bench import Prompt
+from scripts.lib.server import Server
 from tests.server.conftest import MODEL
 
 try:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import requests
 
-from scripts.prompts import Prompt, tokenizer
-from scripts.server import Server
+from scripts.lib.spec_bench import Prompt, tokenizer
+from scripts.lib.server import Server
 from tests.server.conftest import CHUNK, JSON_SCHEMA, MODEL
 
 DRAFTERS = ("sssd", "random")

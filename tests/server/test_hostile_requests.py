@@ -7,8 +7,8 @@ import requests
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from scripts.fuzz_client import FuzzClient
-from scripts.fuzz_grammar import VOCABULARY
+from scripts.lib.fuzz_client import FuzzClient
+from scripts.lib.fuzz_grammar import VOCABULARY
 from scripts.fuzz_server import BLOCK, FuzzRun
 from tests.server.conftest import MODEL
 

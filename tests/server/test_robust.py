@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 
-from scripts.server import Server
+from scripts.lib.server import Server
 from tests.server.conftest import MODEL
 from tests.server.test_equal_to_plain import answer
 

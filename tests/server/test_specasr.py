@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 
-from scripts.metrics import read_metrics
-from scripts.server import Server
-from scripts.speech_client import (
+from scripts.lib.served_metrics import read_metrics
+from scripts.lib.server import Server
+from scripts.lib.speech_client import (
     MODES,
     Speech,
     Transcript,

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 
-from scripts.client import generate
-from scripts.isolation_server import cross_session_changes
-from scripts.server import Server
+from scripts.lib.client import generate
+from scripts.lib.isolation_server import cross_session_changes
+from scripts.lib.server import Server
 from tests.server.conftest import MODEL
 
 SENTENCES = (

@@ -20,7 +20,7 @@ import pytest
 import requests
 from whisper.normalizers import EnglishTextNormalizer
 
-from scripts.server import Server
+from scripts.lib.server import Server
 from scripts.speech_data import FOLDER, FORMATS, Clip, encode, read_audio, read_references
 from tests.unit.speech.wav_files import wav_file
 

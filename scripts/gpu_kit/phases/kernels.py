@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scripts.gpu_kit.attention import (
+from scripts.gpu_kit.attention_checks import (
     RELATIVE_ERROR,
     FlashInferVerify,
     Verify,

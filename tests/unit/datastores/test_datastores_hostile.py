@@ -18,7 +18,7 @@ from datastores.records import document_payload
 from datastores.segment import Document, document_digest
 from datastores.wal import framed, new_header, read_log
 from scripts.fuzz_store import fuzz
-from scripts.store_smuggling import attack, smuggled
+from scripts.lib.store_smuggling import attack, smuggled
 
 VOCAB = 500
 
@@ -241,8 +241,8 @@ def test_a_namespace_costs_little_in_files_and_counts(tmp_path: Path) -> None:
 
 
 def test_a_log_of_version_1_is_read(tmp_path: Path) -> None:
-    from scripts.store_smuggling import FINGERPRINT, _log_v1
-    from scripts.store_smuggling import VOCAB as vocab
+    from scripts.lib.store_smuggling import FINGERPRINT, _log_v1
+    from scripts.lib.store_smuggling import VOCAB as vocab
 
     path = tmp_path / "log-00000001.wal"
     path.write_bytes(_log_v1())

@@ -14,7 +14,7 @@ from scripts.bench_cuda_budget import (
     summary,
     undrafted,
 )
-from scripts.gpu_roofline import BATCHES, WIDTHS, Gpu, padded
+from scripts.lib.gpu_roofline import BATCHES, WIDTHS, Gpu, padded
 
 GPU = Gpu()
 

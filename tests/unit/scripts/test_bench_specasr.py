@@ -6,9 +6,9 @@ import pytest
 
 from scripts import bench_specasr
 from scripts.bench_specasr import COUNTED, Row, Run, describe, referenced, summarize
-from scripts.metrics import parse_metrics
-from scripts.speech_client import MODES, Transcript
-from scripts.word_errors import WordErrors
+from scripts.lib.served_metrics import parse_metrics
+from scripts.lib.speech_client import MODES, Transcript
+from scripts.lib.word_errors import WordErrors
 from tests.unit.scripts.test_speech_data import tone
 
 METRICS = """\

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from scripts.check_speech import compare, differing, first_difference, undrafted
-from scripts.speech_client import Transcript
+from scripts.lib.speech_client import Transcript
 from tests.unit.scripts.test_speech_data import CLIPS
 
 

@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from scripts import fuzz_audio
-from scripts.audio_mutations import CLASSES, mutant
-from scripts.audio_seeds import missing, seeds
+from scripts.lib.audio_mutations import CLASSES, mutant
+from scripts.lib.audio_seeds import missing, seeds
 from scripts.fuzz_audio import decode_all, figures_of, outcome
 from speech.audio import decode
 from speech.decoders import DecoderPool

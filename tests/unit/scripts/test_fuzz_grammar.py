@@ -2,8 +2,8 @@
 
 import pytest
 
-from scripts.fuzz_client import encoded
-from scripts.fuzz_grammar import FuzzRequest, block, classes, shortened
+from scripts.lib.fuzz_client import encoded
+from scripts.lib.fuzz_grammar import FuzzRequest, block, classes, shortened
 
 CLASSES = classes("m")
 

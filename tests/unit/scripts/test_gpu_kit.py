@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.gpu_kit import carry, features, runner, schedule
-from scripts.gpu_kit.attention import RELATIVE_ERROR, Verify
+from scripts.gpu_kit import carry, features, schedule
+from scripts.gpu_kit import phase_runner as runner
+from scripts.gpu_kit.attention_checks import RELATIVE_ERROR, Verify
 from scripts.gpu_kit.checkpoint import SHAPES, lag_vectors, rope_angles, write
 from scripts.gpu_kit.kit import Kit, Part
 from scripts.gpu_kit.lines import FAILED, NAME, PASSED, Lines

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from scripts.memory_search import holders
+from scripts.lib.memory_search import holders
 
 TOKENS = [4001, 17, 4002, 9000]
 WHOLE = [1, 2, *TOKENS, 3]

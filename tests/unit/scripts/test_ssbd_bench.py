@@ -9,8 +9,8 @@ import pytest
 
 from scripts import bench_ssbd
 from scripts.bench_ssbd import Prompts, Translator, all_at_once, one_by_one
-from scripts.ssbd_plots import AR, DEFAULT, EXACT, MODES, PUBLISHED_DEFAULT, TRIMMED, Tables
-from scripts.ssbd_streams import Settings, Stream, Update
+from scripts.lib.ssbd_plots import AR, DEFAULT, EXACT, MODES, PUBLISHED_DEFAULT, TRIMMED, Tables
+from scripts.lib.ssbd_streams import Settings, Stream, Update
 
 END = 9
 STREAMS = [Stream(("ab", "abcd", "abcdef"), "ABCDEF"), Stream(("xy", "xyz"), "XYZ")]

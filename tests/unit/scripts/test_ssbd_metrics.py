@@ -2,8 +2,8 @@
 
 import pytest
 
-from scripts import ssbd_metrics
-from scripts.ssbd_metrics import (
+from scripts.lib import ssbd_metrics
+from scripts.lib.ssbd_metrics import (
     Language,
     Ratio,
     acceptance,
@@ -15,7 +15,7 @@ from scripts.ssbd_metrics import (
     tokenizer_for,
     words,
 )
-from scripts.ssbd_streams import Update
+from scripts.lib.ssbd_streams import Update
 
 # Token ids to text: what a tokenizer's decode does. 7 and 8 are the two bytes of one character.
 PIECES = {1: "Un", 2: " hom", 3: "me", 4: " court", 5: ".", 6: " marche", 9: " vite"}

@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from scripts import soak_client
-from scripts.soak_client import Markers, Soak, Tally
+from scripts.lib import soak_client
+from scripts.lib.soak_client import Markers, Soak, Tally
 from scripts.soak_sessions import check_empty, run_clients
 
 IDLE_S = 0.6

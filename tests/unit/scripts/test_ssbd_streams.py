@@ -4,7 +4,7 @@ import gzip
 
 import pytest
 
-from scripts.ssbd_streams import (
+from scripts.lib.ssbd_streams import (
     Settings,
     Stream,
     Update,

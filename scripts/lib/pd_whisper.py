@@ -5,9 +5,9 @@ from pathlib import Path
 
 import requests
 
-from scripts.pd_servers import Disaggregated
-from scripts.server import Server, ServerError
-from scripts.speech_client import Speech, transcribe
+from scripts.lib.pd_servers import Disaggregated
+from scripts.lib.server import Server, ServerError
+from scripts.lib.speech_client import Speech, transcribe
 from scripts.speech_data import read_audio
 
 _MODEL = "whisper-base"

@@ -14,7 +14,7 @@ from typing import Any
 import requests
 from tqdm import tqdm
 
-from scripts.client import TIMEOUT_S
+from scripts.lib.client import TIMEOUT_S
 from scripts.speech_data import Clip, encode
 from speech.audio import SAMPLE_RATE
 

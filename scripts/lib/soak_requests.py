@@ -10,8 +10,8 @@ from typing import Any
 
 import aiohttp
 
-from scripts.prompts import Prompt
-from scripts.soak_client import NAMESPACE_HEADER, Mismatch, Soak
+from scripts.lib.spec_bench import Prompt
+from scripts.lib.soak_client import NAMESPACE_HEADER, Mismatch, Soak
 
 CLIP = Path(__file__).parent / "data" / "LJ001-0001.flac"
 # None of those of the translation sessions (soak_client): a deletion ends these as well.

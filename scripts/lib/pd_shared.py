@@ -7,8 +7,8 @@ from typing import Any
 
 import requests
 
-from scripts.pd_servers import Disaggregated, Pair
-from scripts.prompts import spec_bench
+from scripts.lib.pd_servers import Disaggregated, Pair
+from scripts.lib.spec_bench import spec_bench
 
 _TIMEOUT_S = 300.0
 # What a follower may take, in seconds (docs/disaggregation.md).

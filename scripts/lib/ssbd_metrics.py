@@ -28,7 +28,7 @@ from typing import Any
 
 import sacrebleu
 
-from scripts.ssbd_streams import Update, is_unspaced
+from scripts.lib.ssbd_streams import Update, is_unspaced
 
 Tokenize = Callable[[str], list[str]]
 Decode = Callable[[Sequence[int]], str]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jiwer
 from whisper.normalizers import EnglishTextNormalizer  # type: ignore[import-untyped]
 
-from scripts.speech_client import SAMPLE_RATE
+from scripts.lib.speech_client import SAMPLE_RATE
 from scripts.speech_data import Clip
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.ssbd_metrics import Decode, Language, Row, common_prefix, row, tokenizer_for
-from scripts.ssbd_streams import Settings, Update, by_stream
+from scripts.lib.ssbd_metrics import Decode, Language, Row, common_prefix, row, tokenizer_for
+from scripts.lib.ssbd_streams import Settings, Update, by_stream
 
 BETAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 BETA = 0.2

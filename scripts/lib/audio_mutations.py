@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from scripts.audio_seeds import Seed, seeds
+from scripts.lib.audio_seeds import Seed, seeds
 
 Rng = np.random.Generator
 T = TypeVar("T")

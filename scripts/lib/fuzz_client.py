@@ -10,7 +10,7 @@ import requests
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from scripts.fuzz_grammar import FuzzRequest
+from scripts.lib.fuzz_grammar import FuzzRequest
 
 TIMEOUT_S = 120.0
 # The server has no such feature, or no room: it says so, and nothing is broken.

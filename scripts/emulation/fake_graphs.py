@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import BaseCudaGraphBackend
 
-from scripts.emulation import streams
+from scripts.emulation import fake_streams as streams
 
 
 class RunAgainBackend(BaseCudaGraphBackend):

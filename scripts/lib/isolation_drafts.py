@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from scripts.memory_search import holders
+from scripts.lib.memory_search import holders
 from sglang_ext.api.datastore.control import Operations
 from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest, load
 from sglang_ext.options import Options

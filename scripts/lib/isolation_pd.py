@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import requests
 
-from scripts.isolation_client import Tenant, secret
-from scripts.pd_servers import Disaggregated
-from scripts.prompts import spec_bench
+from scripts.lib.isolation_client import Tenant, secret
+from scripts.lib.pd_servers import Disaggregated
+from scripts.lib.spec_bench import spec_bench
 from sglang_ext.servers.processes import free_port, kill_group, start
 
 MODEL = "smollm2-135m-instruct"

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from scripts.client import Completion, generate_all, stream
-from scripts.metrics import read_metrics
-from scripts.pd_servers import Disaggregated
-from scripts.prompts import Prompt, spec_bench, tokenizer
-from scripts.server import Server
+from scripts.lib.client import Completion, generate_all, stream
+from scripts.lib.served_metrics import read_metrics
+from scripts.lib.pd_servers import Disaggregated
+from scripts.lib.spec_bench import Prompt, spec_bench, tokenizer
+from scripts.lib.server import Server
 
 SSSD = ["--speculative-algorithm", "SSSD"]
 IN_FLIGHT = 4

@@ -18,7 +18,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import requests
 
-from scripts.server import KV_POOL, ServerError
+from scripts.lib.server import KV_POOL, ServerError
 from sglang_ext.servers import processes
 from sglang_ext.servers.processes import free_port, kill_group, signal_group
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import requests
 
-from scripts.client import generate_all
-from scripts.pd_servers import Disaggregated
-from scripts.prompts import spec_bench
+from scripts.lib.client import generate_all
+from scripts.lib.pd_servers import Disaggregated
+from scripts.lib.spec_bench import spec_bench
 
 # Longer than any answer takes here; a request that is not over by then hangs.
 REQUEST_TIMEOUT_S = 120.0

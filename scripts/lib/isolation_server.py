@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from scripts.isolation_client import SESSIONS, TIMEOUT_S, TOKENS, Tenant, secret
-from scripts.isolation_drafts import NothingShown
-from scripts.prompts import spec_bench
-from scripts.server import Server
+from scripts.lib.isolation_client import SESSIONS, TIMEOUT_S, TOKENS, Tenant, secret
+from scripts.lib.isolation_drafts import NothingShown
+from scripts.lib.spec_bench import spec_bench
+from scripts.lib.server import Server
 
 MODEL = "smollm2-135m-instruct"
 # What a client might call a session, and another might guess.

@@ -6,8 +6,8 @@ from typing import Any
 
 import requests
 
-from scripts.audio_seeds import written
-from scripts.client import TIMEOUT_S
+from scripts.lib.audio_seeds import written
+from scripts.lib.client import TIMEOUT_S
 
 _EVERY = 4  # of so many files one goes to SGLang's /generate
 _SERVER_ERROR = 500
