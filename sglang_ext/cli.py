@@ -12,11 +12,9 @@ import signal  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 
-from sglang_ext import __version__, captions, disaggregation, models, options, sweep
-from sglang_ext.commands import datastore as datastore_commands
-from sglang_ext.commands import transcribe
-from sglang_ext.servers.flags import flag_value, set_flag  # noqa: E402
+from sglang_ext import __version__, commands, models, options  # noqa: E402
 from sglang_ext.preflight import PreflightError, check_launch  # noqa: E402
+from sglang_ext.servers.flags import flag_value, set_flag  # noqa: E402
 
 USAGE_ERROR = 2
 
@@ -27,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="sglang-ext", description="SGLang with training-free speculative decoding."
     )
     parser.add_argument("--version", action="version", version=f"sglang-ext {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser(
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = subparsers.add_parser(
         "serve",
         help="start an SGLang server; takes all of SGLang's flags as well",
         description="Start an SGLang server. Flags that are not listed here are SGLang's own "
@@ -37,14 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options.add_flags(serve)
     serve.set_defaults(func=run_serve)
-    disaggregation.add_commands(commands)
-    transcribe.add_commands(commands)
-    captions.add_commands(commands)
-    sweep.add_commands(commands)
-    models.add_commands(commands)
-    datastore_commands.add_commands(commands)
+    for command in commands.ALL:
+        command.add_commands(subparsers)
     args, rest = parser.parse_known_args(argv)
-    if rest and args.func not in (run_serve, transcribe.run, disaggregation.run):
+    if rest and args.func not in (run_serve, *commands.TAKE_SERVER_FLAGS):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.rest = rest
     try:

@@ -2,7 +2,7 @@
 
 What is replaced, each with its reason, is listed in `install`. Kernels, captured graphs and real
 streams are what is left out: attention is emulated FlashInfer (flashinfer.py), streams are
-streams.py, the other kernels are those of SGLang's CPU engine.
+fake_streams.py, the other kernels are those of SGLang's CPU engine.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from scripts.emulation import flashinfer
-from scripts.emulation import fake_streams as streams
+from scripts.emulation import fake_streams
 
 # tree_cpu's flags that CUDA's server does not have.
 _HOST_ONLY_FLAGS = ("--disable-overlap-schedule",)
@@ -22,7 +22,7 @@ _HOST_ONLY_FLAGS = ("--disable-overlap-schedule",)
 class _TorchWithPinnedMemory(ModuleType):
     """torch, whose `empty` has pinned memory without CUDA."""
 
-    empty = staticmethod(streams.pinned_empty)
+    empty = staticmethod(fake_streams.pinned_empty)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -47,13 +47,13 @@ def _install_streams() -> None:
     from sglang.srt.managers import overlap_utils, utils
     from sglang.srt.utils import common
 
-    torch.cpu.Stream = streams.Stream
-    torch.cpu.Event = streams.Event
-    torch.cpu.current_stream = streams.current_stream
-    torch.cpu.StreamContext = streams.StreamContext
-    torch.cpu.stream = streams.StreamContext
-    common.async_d2h = streams.async_d2h
-    utils._async_d2h = streams.async_d2h
+    torch.cpu.Stream = fake_streams.Stream
+    torch.cpu.Event = fake_streams.Event
+    torch.cpu.current_stream = fake_streams.current_stream
+    torch.cpu.StreamContext = fake_streams.StreamContext
+    torch.cpu.stream = fake_streams.StreamContext
+    common.async_d2h = fake_streams.async_d2h
+    utils._async_d2h = fake_streams.async_d2h
     # Lengths come to the host through pinned memory and a stream of their own.
     overlap_utils._is_cuda = True
     overlap_utils.torch = _TorchWithPinnedMemory("torch")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import BaseCudaGraphBackend
 
-from scripts.emulation import fake_streams as streams
+from scripts.emulation import fake_streams
 
 
 class RunAgainBackend(BaseCudaGraphBackend):
@@ -80,10 +80,10 @@ def install() -> None:
 
     real.resolve_decode_backend = RunAgainBackend
     real.graph_capture = _graph_capture
-    real.get_or_create_global_graph_capture_stream = streams.Stream
+    real.get_or_create_global_graph_capture_stream = fake_streams.Stream
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
     torch.cpu.is_current_stream_capturing = lambda: False
-    torch.cpu.Event = streams.Event
+    torch.cpu.Event = fake_streams.Event
     cuda_graph_setup.capture_decode_graph = _capture_decode_graph
 
 

@@ -4,7 +4,7 @@
     TRITON_INTERPRET=1 python -m scripts.emulation.graph_checks --backend triton --steps 16
 
 A small target with random weights runs random steps, one after the other with random widths and
-batch sizes: under the graphs of their width (graphs.py, over emulated FlashInfer kernels or over
+batch sizes: under the graphs of their width (fake_graphs.py, over emulated FlashInfer kernels or over
 Triton's in its interpreter), and eagerly as plain SGLang would run them. Both must give the same
 logits. That width 1 is plain decoding and that no width disturbs another's tables follows.
 """
@@ -26,7 +26,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from scripts.emulation import flashinfer, targets
-from scripts.emulation import fake_graphs as graphs
+from scripts.emulation import fake_graphs
 from scripts.emulation.verify_cases import Step  # noqa: E402
 
 FULL_WIDTH, MAX_REQUESTS, SLOTS = 8, 6, 2000
@@ -47,7 +47,7 @@ def model_runner(folder: Path, kind: str = "llama", backend: str = "flashinfer")
         backend: its attention backend, flashinfer or triton.
     """
     flashinfer.install(allow_float32=True, compute_dtype=torch.float64)
-    graphs.install()
+    fake_graphs.install()
     if backend == "triton":
         _install_triton()
     from sglang.srt import runtime_context

@@ -31,7 +31,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from sglang_ext import worker
-from sglang_ext.step import planner as drafting
+from sglang_ext.step import planner
 from sglang_ext.step import verify_batch
 from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.cuda import prefill
@@ -400,7 +400,7 @@ class OverlapLoop:
         made: Any = object.__new__(worker.SpeculativeWorker)
         made.options = Options(drafter="knowing", budget="fixed")
         drafter = KnowingDrafter(self._texts, self.chance, self.wrong)
-        with mock.patch.object(drafting, "load", lambda _name, _context: drafter):
+        with mock.patch.object(planner, "load", lambda _name, _context: drafter):
             made.planner = DraftPlanner(
                 DrafterContext(vocab_size=VOCAB, options=made.options),
                 WIDTH,

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from sglang_ext.models import resolve
 from sglang_ext.models.store import default_cache_dir
 
-GSM8K = Path(__file__).parents[2] / "shared" / "data" / "text" / "gsm8k_train.jsonl.gz"
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "text" / "gsm8k_train.jsonl.gz"
 TEXT_SUFFIXES = frozenset(
     (".py", ".pyi", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".js", ".md", ".pl", ".pm",
      ".rb", ".rst", ".sh", ".tcl", ".txt")

@@ -12,7 +12,7 @@ from scripts.speech_data import read_audio
 
 _MODEL = "whisper-base"
 _SPECASR = ["--speculative-algorithm", "SSSD", "--draft-model", "whisper-tiny.en"]
-_AUDIO = Path(__file__).parent / "data" / "LJ001-0001.flac"
+_AUDIO = Path(__file__).parents[1] / "data" / "LJ001-0001.flac"
 
 
 def check(options: argparse.Namespace) -> dict[str, float]:

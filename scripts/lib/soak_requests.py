@@ -13,7 +13,7 @@ import aiohttp
 from scripts.lib.spec_bench import Prompt
 from scripts.lib.soak_client import NAMESPACE_HEADER, Mismatch, Soak
 
-CLIP = Path(__file__).parent / "data" / "LJ001-0001.flac"
+CLIP = Path(__file__).parents[1] / "data" / "LJ001-0001.flac"
 # None of those of the translation sessions (soak_client): a deletion ends these as well.
 NAMESPACES = ("c", "d")
 _SCHEMA = json.dumps(

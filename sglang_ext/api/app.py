@@ -13,7 +13,7 @@ def extend(app: Any, namespace_header: str) -> Any:
     """Add the routes and the middleware to SGLang's FastAPI application; idempotent."""
     from sglang_ext.admission.bodies import JsonBodies
     from sglang_ext.admission.ollama import OllamaErrors
-    from sglang_ext.api.translation import session_routes as translations_live
+    from sglang_ext.api.translation import session_routes
     from sglang_ext.api.namespaces import NamespaceHeader
     from sglang_ext.api.datastore.routes import add_routes
     from sglang_ext.options import Options
@@ -23,7 +23,7 @@ def extend(app: Any, namespace_header: str) -> Any:
         add_routes(app)
         options = Options.from_env()
         if "ssbd" in options.loaded_drafters():
-            translations_live.add_routes(app)
+            session_routes.add_routes(app)
         if namespace_header:
             app.add_middleware(NamespaceHeader, header=namespace_header)
         app.add_middleware(OllamaErrors)

@@ -1,7 +1,7 @@
 """What a step costs, learned from the steps that are run: ridge regression towards what is known.
 
 A step's time is close to linear in few things: its linear layers (their cost by token count was
-swept at start, costs.py), what a step costs whatever it runs, what each token costs besides,
+swept at start, cost_sweep.py), what a step costs whatever it runs, what each token costs besides,
 what verification costs (tree masks, acceptance, moving KV), and the KV that attention reads, which
 a verify's kernels may read slower. A weighted least-squares fit, in which steps fade as they grow
 old, finds the factors; it is drawn towards what is assumed before (Hoerl and Kennard 1970), so that

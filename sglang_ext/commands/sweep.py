@@ -371,14 +371,14 @@ def _sweep(
 
 
 def _note_environment(results: Any, say: Callable[[str], None]) -> None:
-    from sglang_ext.sweep import provenance as environment
+    from sglang_ext.sweep import provenance
 
-    now = environment.collect()
+    now = provenance.collect()
     before = results.environment
     if not before:
         results.write_environment(now)
         return
-    changes = environment.changes(before, now)
+    changes = provenance.changes(before, now)
     for change in changes:
         say(f"this is not what the sweep began with: {change}")
     resumed = {"started": now["started"], "changes": changes}

@@ -241,7 +241,7 @@ def prepare(attn_backend: Any, model_runner: Any) -> None:
         ValueError: the backend cannot; one line that says why.
     """
     from sglang_ext.cuda import windows
-    from sglang_ext.cuda import encoder_tokens as encoder_decoder
+    from sglang_ext.cuda import encoder_tokens
 
     names = model_runner.prefill_attention_backend_str, model_runner.decode_attention_backend_str
     config = model_runner.model_config
@@ -252,7 +252,7 @@ def prepare(attn_backend: Any, model_runner: Any) -> None:
             f"{config.hf_config.architectures[0]}: {_WINDOW}; give --attention-backend triton"
         )
     if config.is_encoder_decoder:
-        encoder_decoder.install(attn_backend)
+        encoder_tokens.install(attn_backend)
     windows.install(attn_backend)
 
 

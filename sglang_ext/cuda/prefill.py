@@ -4,7 +4,7 @@ The encoder takes most of such a prefill, and a few tokens more of the decoder a
 draft is run as a longer prompt: causal attention is a chain's mask, so SGLang's own extend is all
 that is needed. Its KV is written to the request's own slots, reserved here as SGLang reserves them
 for the first decode step anyway. What of the draft is right is known on the host with the readback
-of the prefill's result, and committed by the first decode step (known_tokens.py).
+of the prefill's result, and committed by the first decode step (step/known_tokens.py).
 """
 
 import inspect

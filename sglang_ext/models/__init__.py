@@ -1,6 +1,5 @@
 """Models without a hub: weights that Python packages carry, turned into what SGLang loads."""
 
-from sglang_ext.commands.models import add_commands
 from sglang_ext.models.registry import ModelError, UnknownModelError
 from sglang_ext.models.store import (
     ModelInfo,
@@ -15,7 +14,6 @@ __all__ = [
     "ModelError",
     "ModelInfo",
     "UnknownModelError",
-    "add_commands",
     "default_cache_dir",
     "fetch",
     "is_whisper",

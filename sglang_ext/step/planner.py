@@ -34,7 +34,7 @@ class DraftPlanner:
         max_requests: requests to follow at most before those that left are forgotten.
         cost: measured cost of forward passes; None: on ranks that plan nothing.
         active: False on the tensor-parallel ranks that get their trees from rank 0.
-        knee: I_knee of the device in tokens (budget.py); None: not known.
+        knee: I_knee of the device in tokens (budget/choice.py); None: not known.
         metrics: where to report to; None: nowhere.
         widths: on a device that runs equally many nodes of every request, those that steps may
             have, 1 among them; None: any, and what is no node is left out.

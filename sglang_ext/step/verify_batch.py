@@ -18,7 +18,7 @@ from sglang.srt.speculative.spec_utils import (
 )
 
 from sglang_ext.step.bias import BiasedRows
-from sglang_ext.cuda import encoder_tokens as encoder_decoder
+from sglang_ext.cuda import encoder_tokens
 from sglang_ext.cuda.staging import full_mask, mask_starts, to_device
 from sglang_ext.whisper.encoder_decoder import decoder_starts, keep_encoder_outputs
 from sglang_ext.step.penalties import DevicePenalties, is_penalized
@@ -85,7 +85,7 @@ class VerifyBatches:
             draft_token_num=width,
         )
         if not self.on_host:
-            encoder_decoder.keep_encoder_lens(verify_input, batch)
+            encoder_tokens.keep_encoder_lens(verify_input, batch)
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = tokens
         begin = decoder_starts(batch)

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from sglang_ext.servers.started_server import ServerError
-from sglang_ext.sweep import provenance as environment
+from sglang_ext.sweep import provenance
 from sglang_ext.sweep.items import Item, Workload, heads, tokens_in_flight
 from sglang_ext.sweep.load import ServerGone, run_batch, run_rate
 from sglang_ext.sweep.measuring import Measurement, items_at, items_of, params_of, quietly
@@ -198,7 +198,7 @@ class Runner:
         """Keep the servers' flags, and what they measured of their forward passes."""
         known = self._results.environment
         servers = known.get("servers", {}) | self._servers.describe()
-        costs = environment.forward_costs(self._model_path)
+        costs = provenance.forward_costs(self._model_path)
         self._results.write_environment(known | {"servers": servers, "forward_costs": costs})
 
     def _unanswered(self, left: Iterable[tuple[int, Point]]) -> dict[str, list[Item]]:

@@ -125,7 +125,7 @@ class Summary:
         spread_percent: Spread.percent of output_throughput, the worst of all points in mode
             "batch" with two repeats or more; spread_percent_median: their median;
             speedup_spread_percent: likewise the worst of speedup; speedup_agreement_percent: by how
-            much those of another such sweep may differ, see agreement.py.
+            much those of another such sweep may differ, see repeatability.py.
         equal_outputs_percent: of the requests of all methods that are exact.
         """
         batch = [row for row in self.rows if row.point.mode == BATCH]

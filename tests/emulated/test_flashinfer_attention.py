@@ -10,7 +10,7 @@ from scripts.emulation.attention_bench import Graph, Requests, verify_batch, ver
 from scripts.emulation.flashinfer_bench import bench
 from scripts.emulation.flashinfer_checks import attention_errors, window_error
 from scripts.emulation.verify_cases import Step
-from sglang_ext.cuda import encoder_tokens as encoder_decoder
+from sglang_ext.cuda import encoder_tokens
 
 LENS, WIDTH, ENCODER = [37, 5, 70], 8, [50, 20, 33]
 GRAPH_BATCH = 4
@@ -46,7 +46,7 @@ def test_a_window_longer_than_every_request_changes_nothing():
     assert window_error(200) < 1e-5
 
 
-def errors_of(step, encoder_lens=(), graph=False, change=None, prepare=encoder_decoder.install):
+def errors_of(step, encoder_lens=(), graph=False, change=None, prepare=encoder_tokens.install):
     """The errors of self-attention and, beside an encoder, of cross-attention."""
     with bench(encoder_decoder=bool(encoder_lens)) as made:
         if encoder_lens:
@@ -114,7 +114,7 @@ def test_a_graph_without_the_hosts_encoder_lengths_is_right_too(step):
 
 
 def test_lanes_behind_the_last_request_read_one_encoder_token_whatever_stands_there():
-    lens, total = encoder_decoder._lens_and_sum(
+    lens, total = encoder_tokens._lens_and_sum(
         torch.tensor([50, 20, 700, 1500], dtype=torch.int32),
         SimpleNamespace(encoder_lens_cpu=[50, 20]),
     )
@@ -123,16 +123,16 @@ def test_lanes_behind_the_last_request_read_one_encoder_token_whatever_stands_th
 
 def test_installing_twice_is_installing_once():
     with bench(encoder_decoder=True) as made:
-        encoder_decoder.install(made.backend)
+        encoder_tokens.install(made.backend)
         update = made.backend.indices_updater_prefill.update
         make = made.backend._create_prefill_wrappers
-        encoder_decoder.install(made.backend)
+        encoder_tokens.install(made.backend)
         assert made.backend.indices_updater_prefill.update is update
         assert made.backend._create_prefill_wrappers is make
 
 
 def test_a_backend_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="needs --attention-backend flashinfer, not SimpleName"):
-        encoder_decoder.install(SimpleNamespace())
+        encoder_tokens.install(SimpleNamespace())
     with bench() as made, pytest.raises(ValueError, match="not made for an encoder-decoder model"):
-        encoder_decoder.install(made.backend)
+        encoder_tokens.install(made.backend)

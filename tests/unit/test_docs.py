@@ -6,7 +6,7 @@ from pathlib import Path
 from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest
 from sglang_ext.options import Options
 
-PAGE = Path(__file__).parents[3] / "docs" / "drafters.md"
+PAGE = Path(__file__).parents[2] / "docs" / "drafters.md"
 
 
 def test_the_example_drafts_what_followed_before():

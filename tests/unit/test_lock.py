@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAMED = [
     Requirement(line) for line in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]

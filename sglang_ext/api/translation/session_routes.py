@@ -125,7 +125,7 @@ class _Routes:
         return JSONResponse({"id": session_id, "object": "translation.session", "deleted": True})
 
     def forget(self, namespace: str | None, session_id: str | None) -> None:
-        """What deletions call (routes.py), as SessionTable.forget."""
+        """What deletions call (datastore/routes.py), as SessionTable.forget."""
         self._backend().table.forget(namespace, session_id)
 
     async def update(self, request: Request, session_id: str) -> Response:

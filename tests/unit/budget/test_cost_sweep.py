@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.budget.choice import cost_sweep as costs
+from sglang_ext.budget import cost_sweep
 from sglang_ext.budget.cost_model import NODE_READS, NODE_READS_CUDA
 
 
@@ -28,22 +28,22 @@ class Layer(torch.nn.Linear):
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(cost_sweep, "default_cache_dir", lambda: tmp_path)
     return torch.nn.Sequential(Layer(), Layer())
 
 
 def takes(monkeypatch, seconds):
     """Every pass takes the next of `seconds`."""
     taken = iter(seconds)
-    monkeypatch.setattr(costs, "_seconds", lambda forward, device: next(taken))
+    monkeypatch.setattr(cost_sweep, "_seconds", lambda forward, device: next(taken))
 
 
 def test_the_first_start_keeps_the_least_of_several_rounds(model, tmp_path):
-    first = costs.forward_costs(model, {"model": "m"})
-    assert tuple(first) == costs.CPU_COUNTS
-    passes = costs._FIRST_ROUNDS * len(first)
+    first = cost_sweep.forward_costs(model, {"model": "m"})
+    assert tuple(first) == cost_sweep.CPU_COUNTS
+    passes = cost_sweep._FIRST_ROUNDS * len(first)
     # Besides those, one layer of each shape warms up, once a count.
-    assert model[0].calls + model[1].calls == 2 * passes + len(costs.WARM_COUNTS)
+    assert model[0].calls + model[1].calls == 2 * passes + len(cost_sweep.WARM_COUNTS)
     (file,) = (tmp_path / "knee").glob("*.json")
     stored = json.loads(file.read_text())
     assert stored["I_knee"] >= 1 and stored["for"]["model"] == "m"
@@ -52,68 +52,68 @@ def test_the_first_start_keeps_the_least_of_several_rounds(model, tmp_path):
 
 
 def test_a_disturbed_sweep_heals_at_later_starts(model, monkeypatch, tmp_path):
-    counts = costs.CPU_COUNTS
+    counts = cost_sweep.CPU_COUNTS
     disturbed, quiet = [9.0, *[2.0] * (len(counts) - 1)], [1.0] * len(counts)
-    takes(monkeypatch, disturbed * costs._FIRST_ROUNDS)
-    assert list(costs.forward_costs(model, {"model": "m"}).values()) == disturbed
+    takes(monkeypatch, disturbed * cost_sweep._FIRST_ROUNDS)
+    assert list(cost_sweep.forward_costs(model, {"model": "m"}).values()) == disturbed
     takes(monkeypatch, quiet)  # one round
-    assert list(costs.forward_costs(model, {"model": "m"}).values()) == quiet
+    assert list(cost_sweep.forward_costs(model, {"model": "m"}).values()) == quiet
     takes(monkeypatch, disturbed)
-    assert list(costs.forward_costs(model, {"model": "m"}).values()) == quiet
+    assert list(cost_sweep.forward_costs(model, {"model": "m"}).values()) == quiet
     (file,) = (tmp_path / "knee").glob("*.json")
     assert set(json.loads(file.read_text())["seconds"].values()) == {1.0}
 
 
 def test_a_cache_with_other_counts_is_no_start_to_go_on_from(model, tmp_path):
-    first = costs.forward_costs(model, {"model": "m"})
+    first = cost_sweep.forward_costs(model, {"model": "m"})
     (file,) = (tmp_path / "knee").glob("*.json")
     stored = json.loads(file.read_text())
     del stored["seconds"]["3"]
     file.write_text(json.dumps(stored))
     calls = model[0].calls + model[1].calls
-    assert costs.forward_costs(model, {"model": "m"}).keys() == first.keys()
-    passes = costs._FIRST_ROUNDS * len(first)
+    assert cost_sweep.forward_costs(model, {"model": "m"}).keys() == first.keys()
+    passes = cost_sweep._FIRST_ROUNDS * len(first)
     assert model[0].calls + model[1].calls - calls >= 2 * passes
 
 
 def test_kernels_are_made_before_anything_is_timed(model, monkeypatch):
     def timed(forward, device):
-        assert set(costs.CPU_COUNTS) <= model[0].counts | model[1].counts
+        assert set(cost_sweep.CPU_COUNTS) <= model[0].counts | model[1].counts
         return 1.0
 
-    monkeypatch.setattr(costs, "_seconds", timed)
-    assert costs.forward_costs(model, {"model": "m"})
+    monkeypatch.setattr(cost_sweep, "_seconds", timed)
+    assert cost_sweep.forward_costs(model, {"model": "m"})
 
 
 def test_a_sweep_that_takes_long_ends_early(model, monkeypatch):
-    now = iter([0.0, 2.0, costs._SWEEP_S + 1])
-    monkeypatch.setattr(costs.time, "monotonic", lambda: next(now))
-    takes(monkeypatch, [3.0] * len(costs.CPU_COUNTS) + [2.0] * len(costs.CPU_COUNTS))
-    measured = costs.measure_forward_cost(model, torch.device("cpu"), 5)
-    assert measured == dict.fromkeys(costs.CPU_COUNTS, 2.0)
+    now = iter([0.0, 2.0, cost_sweep._SWEEP_S + 1])
+    monkeypatch.setattr(cost_sweep.time, "monotonic", lambda: next(now))
+    takes(monkeypatch, [3.0] * len(cost_sweep.CPU_COUNTS) + [2.0] * len(cost_sweep.CPU_COUNTS))
+    measured = cost_sweep.measure_forward_cost(model, torch.device("cpu"), 5)
+    assert measured == dict.fromkeys(cost_sweep.CPU_COUNTS, 2.0)
 
 
 def test_another_model_dtype_or_thread_count_is_measured_anew(model, tmp_path):
-    costs.forward_costs(model, {"model": "m"})
-    costs.forward_costs(model, {"model": "m", "dtype": "float32"})
+    cost_sweep.forward_costs(model, {"model": "m"})
+    cost_sweep.forward_costs(model, {"model": "m", "dtype": "float32"})
     assert len(list((tmp_path / "knee").glob("*.json"))) == 2
 
 
 @pytest.mark.parametrize("damage", ["", "[]", '{"for": {}, "seconds": {"1": -1}}', '{"for"'])
 def test_a_damaged_cache_is_measured_anew(damage, model, tmp_path):
-    costs.forward_costs(model, {"model": "m"})
+    cost_sweep.forward_costs(model, {"model": "m"})
     (file,) = (tmp_path / "knee").glob("*.json")
     file.write_text(damage)
     calls = model[0].calls
-    assert len(costs.forward_costs(model, {"model": "m"})) == len(costs.CPU_COUNTS)
+    assert len(cost_sweep.forward_costs(model, {"model": "m"})) == len(cost_sweep.CPU_COUNTS)
     assert model[0].calls > calls
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(model, monkeypatch, tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    monkeypatch.setattr(costs, "default_cache_dir", lambda: blocked)
-    assert costs.forward_costs(model, {"model": "m"})
+    monkeypatch.setattr(cost_sweep, "default_cache_dir", lambda: blocked)
+    assert cost_sweep.forward_costs(model, {"model": "m"})
     assert "not kept for the next start" in caplog.text
 
 
@@ -124,7 +124,7 @@ def runner(model, device: str):
 
 def test_without_a_sweep_a_gpus_costs_are_assumed_and_then_learned(model):
     weights = sum(p.nbytes for p in model.parameters())
-    cost = costs.cost_model_of(runner(model, "cuda"), {})
+    cost = cost_sweep.cost_model_of(runner(model, "cuda"), {})
     assert cost.cost(64) == pytest.approx(cost.cost(1)) == pytest.approx(weights / 1.5e12)
     assert cost.cost(1024) > 4 * cost.cost(1)
     # An entry of 1 GiB / 1000, read as fast as weights are.
@@ -137,6 +137,6 @@ def test_without_a_sweep_a_gpus_costs_are_assumed_and_then_learned(model):
 
 @pytest.mark.parametrize(("device", "node_reads"), [("cpu", NODE_READS), ("cuda", NODE_READS_CUDA)])
 def test_a_devices_cost_model_is_of_its_sweep_and_its_attention(device, node_reads, model):
-    cost = costs.cost_model_of(runner(model, device), {1: 0.005, 64: 0.007})
+    cost = cost_sweep.cost_model_of(runner(model, device), {1: 0.005, 64: 0.007})
     assert cost.cost(64) == pytest.approx(0.007)
     assert cost.node_reads == node_reads

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from datastores import Datastore, DatastoreError
 from sglang_ext.commands.datastore import add_commands
-from sglang_ext.commands.datastore import build_progress as progress
+from sglang_ext.commands.datastore import build_progress
 from sglang_ext.commands.datastore.model_tokenizer import PIECE_BYTES, ModelTokenizer
 from sglang_ext.commands.datastore.build_progress import BuildProgress, Waiting, short
 from sglang_ext.models import list_models
@@ -482,11 +482,11 @@ def test_progress_elsewhere_is_lines(monkeypatch):
     shown = BuildProgress(1000, 0, lines)
     shown.update(100, 50)
     assert lines.getvalue() == "", "not more than one line in ten seconds"
-    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(build_progress, "LINE_EVERY_S", 0.0)
     shown.update(250, 100)
     (line,) = lines.getvalue().splitlines()
     assert line.startswith("25%: 250B of 1.0 kB read, 100 tokens") and "s left" in line
-    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.01)
+    monkeypatch.setattr(build_progress, "LINE_EVERY_S", 0.01)
     waited = io.StringIO()
     with Waiting("merging", waited):
         threading.Event().wait(0.2)

@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from sglang_ext import cli, disaggregation
+from sglang_ext import cli
 from sglang_ext.disaggregation import transfer
-from sglang_ext.commands import pd as command
+from sglang_ext.commands import pd
 from sglang_ext.commands.pd import check_command, plan_members
 from sglang_ext.preflight import PreflightError
 from sglang_ext.servers.processes import free_port
@@ -15,14 +15,14 @@ from sglang_ext.servers.processes import free_port
 
 def parsed(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    disaggregation.add_commands(parser.add_subparsers())
+    pd.add_commands(parser.add_subparsers())
     args, args.rest = parser.parse_known_args(["pd", *argv])
     return args
 
 
 def packages_are_there(monkeypatch, missing: str = "") -> None:
     """Have the packages found, but for one, and the transfer backend loaded."""
-    for module in (command, transfer):
+    for module in (pd, transfer):
         monkeypatch.setattr(module, "find_spec", lambda name: None if name == missing else object())
     monkeypatch.setitem(transfer.BACKENDS, "mooncake", ("mooncake-transfer-engine", "sys"))
 
@@ -128,7 +128,7 @@ def test_a_system_library_that_cannot_be_loaded_is_named_at_once(tmp_path, monke
     pytest.importorskip("mooncake", exc_type=ImportError)
     (tmp_path / "libibverbs.so.1").touch()
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    monkeypatch.setattr(command, "plan_members", lambda args: pytest.fail("started"))
+    monkeypatch.setattr(pd, "plan_members", lambda args: pytest.fail("started"))
     assert cli.main(["pd", "--model", "m", "--port", str(free_port())]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("sglang-ext pd: error: --transfer-backend mooncake: the library libib")

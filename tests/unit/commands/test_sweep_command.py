@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from sglang_ext.cli import main
-from sglang_ext.commands import sweep as command
+from sglang_ext.commands import sweep
 from sglang_ext.sweep.methods import DEFAULT_METHODS
 from sglang_ext.sweep.results import Results
 from tests.unit.sweep.fake_server import FakeServer
@@ -32,9 +32,9 @@ def servers():
 def reported(monkeypatch):
     """The folders that were reported on; workloads and model are replaced by small ones."""
     folders: list = []
-    monkeypatch.setattr(command, "_report", folders.append)
+    monkeypatch.setattr(sweep, "_report", folders.append)
     monkeypatch.setattr(
-        command,
+        sweep,
         "_load",
         lambda plan: ({w: WORKLOADS["w"] for w in plan.workloads}, "/no/model", Tokenizer()),
     )
@@ -162,8 +162,8 @@ def test_quick_makes_small_what_is_not_given(tmp_path, reported, servers):
         tmp_path, reported, servers, "--quick", "--repeats", "1", "--methods", "ar,sssd-cold"
     )
     assert plan["repeats"] == 1
-    assert plan["batches"] == list(command.QUICK.batches)
-    assert plan["max_tokens"] == command.QUICK.max_tokens
+    assert plan["batches"] == list(sweep.QUICK.batches)
+    assert plan["max_tokens"] == sweep.QUICK.max_tokens
 
 
 @pytest.fixture
@@ -173,9 +173,9 @@ def plans(monkeypatch):
 
     def load(plan):
         plans.append(plan)
-        raise command.SweepUsageError("enough")
+        raise sweep.SweepUsageError("enough")
 
-    monkeypatch.setattr(command, "_load", load)
+    monkeypatch.setattr(sweep, "_load", load)
     return plans
 
 
@@ -209,16 +209,16 @@ def test_the_defaults_of_a_whisper(tmp_path, plans):
 def test_the_defaults_follow_the_workloads(tmp_path, plans, monkeypatch):
     for name in ("text", "parallel"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(command, "_SHARED", tmp_path)
+    monkeypatch.setattr(sweep, "_SHARED", tmp_path)
     for workloads in ("retranslation", "retranslation,gsm8k"):
         main(["sweep", "--out", str(tmp_path / "r"), "--workloads", workloads])
-    monkeypatch.setattr(command, "_SHARED", tmp_path / "nowhere")
+    monkeypatch.setattr(sweep, "_SHARED", tmp_path / "nowhere")
     main(["sweep", "--out", str(tmp_path / "r"), "--workloads", "retranslation"])
     first, mixed, alone = plans
     assert first.methods == ("ar", "ssbd", "ssbd-bias", "ssbd-plus")
     assert mixed.methods == DEFAULT_METHODS
     assert (first.data, mixed.data) == (str(tmp_path / "parallel"), str(tmp_path / "text"))
-    assert alone.data == str(command._OWN_DATA)
+    assert alone.data == str(sweep._OWN_DATA)
 
 
 def test_report_of_no_sweep(tmp_path, capsys):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.drafters import target_bigrams as bigrams
+from sglang_ext.drafters import target_bigrams
 
 VOCAB = 40
 
@@ -25,7 +25,7 @@ class Target:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(bigrams, "default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(target_bigrams, "default_cache_dir", lambda: tmp_path)
     return tmp_path / "bigrams"
 
 
@@ -33,11 +33,11 @@ def cache(tmp_path, monkeypatch):
 def clock(monkeypatch):
     """Every look at the clock is a second later."""
     ticks = itertools.count()
-    monkeypatch.setattr(bigrams.time, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr(target_bigrams.time, "monotonic", lambda: float(next(ticks)))
 
 
 def ask_on(target, seconds, **identity):
-    return bigrams.asked_on(target, VOCAB, {"model": "m"} | identity, seconds, 16)
+    return target_bigrams.asked_on(target, VOCAB, {"model": "m"} | identity, seconds, 16)
 
 
 def test_every_token_is_asked_once_and_the_likeliest_are_kept():
@@ -45,7 +45,7 @@ def test_every_token_is_asked_once_and_the_likeliest_are_kept():
     table = ask_on(target, 60.0)
     assert list(itertools.chain(*target.passes)) == list(range(VOCAB))
     assert max(map(len, target.passes)) <= 16
-    followers = (np.arange(VOCAB)[:, None] + 1 + np.arange(bigrams.FOLLOWERS)) % VOCAB
+    followers = (np.arange(VOCAB)[:, None] + 1 + np.arange(target_bigrams.FOLLOWERS)) % VOCAB
     np.testing.assert_array_equal(table.tokens, followers)
     weights = np.exp(-np.arange(VOCAB))
     np.testing.assert_allclose(table.probs[0], (weights / weights.sum())[:4], rtol=1e-5)
@@ -113,14 +113,14 @@ def test_ranks_follow_the_first_ones_clock():
     def agree(values):
         return values if isinstance(values[0], np.ndarray) else [0]
 
-    table = bigrams.asked_on(target, VOCAB, {"model": "m"}, 60.0, 16, agree)
+    table = target_bigrams.asked_on(target, VOCAB, {"model": "m"}, 60.0, 16, agree)
     assert target.passes == [] and table.known == 0
 
 
 def test_weights_in_the_same_folder_are_told_apart():
     layer = torch.nn.Linear(4, 4)
-    before = bigrams._weights_hash(layer)
-    assert bigrams._weights_hash(layer) == before
+    before = target_bigrams._weights_hash(layer)
+    assert target_bigrams._weights_hash(layer) == before
     with torch.no_grad():
         layer.weight[0, 0] += 1
-    assert bigrams._weights_hash(layer) != before
+    assert target_bigrams._weights_hash(layer) != before

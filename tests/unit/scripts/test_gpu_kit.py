@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from scripts.gpu_kit import carry, features, schedule
-from scripts.gpu_kit import phase_runner as runner
+from scripts.gpu_kit import phase_runner
 from scripts.gpu_kit.attention_checks import RELATIVE_ERROR, Verify
 from scripts.gpu_kit.checkpoint import SHAPES, lag_vectors, rope_angles, write
 from scripts.gpu_kit.kit import Kit, Part
@@ -60,10 +60,10 @@ def test_phases_are_chosen_by_number_or_name_in_their_own_order():
 
 
 def test_every_phase_has_parts_that_exist():
-    assert list(runner.PARTS) == list(schedule.SECONDS)
+    assert list(phase_runner.PARTS) == list(schedule.SECONDS)
     for phase in schedule.SECONDS:
         module = importlib.import_module(f"scripts.gpu_kit.phases.{phase}")
-        assert list(module.PARTS) == runner.PARTS[phase]
+        assert list(module.PARTS) == phase_runner.PARTS[phase]
 
 
 # Results on disk
@@ -111,16 +111,16 @@ def fake_parts(monkeypatch, source: str) -> None:
         head = f"import sys; phase, name = {command[-2:]!r}; seconds = sys.stdin.readline()\n"
         return processes.start([sys.executable, "-c", head + source], **kwargs)
 
-    monkeypatch.setattr(runner, "start", start)
+    monkeypatch.setattr(phase_runner, "start", start)
 
 
 def test_a_part_that_hangs_is_killed_and_the_next_phase_runs(tmp_path, monkeypatch):
     fake_parts(monkeypatch, "import time\nif name == 'hangs': time.sleep(600)")
-    monkeypatch.setattr(runner, "PARTS", {"environment": ["hangs"], "kernels": ["works"]})
-    monkeypatch.setattr(runner, "LEAST_S", 0.01)
+    monkeypatch.setattr(phase_runner, "PARTS", {"environment": ["hangs"], "kernels": ["works"]})
+    monkeypatch.setattr(phase_runner, "LEAST_S", 0.01)
     monkeypatch.setattr(schedule, "RESERVE_S", 0.0)
     monkeypatch.setattr(schedule, "SECONDS", {"environment": 1, "kernels": 19})
-    assert not runner.run(kit(tmp_path), ["environment", "kernels"], 20)
+    assert not phase_runner.run(kit(tmp_path), ["environment", "kernels"], 20)
     found = {(line["phase"], line.get("case")): line for line in kit(tmp_path).lines().read()}
     assert found["environment", None]["status"] == "timeout"
     assert "killed after 1 s" in found["environment", "hangs"]["error"][0]
@@ -131,8 +131,8 @@ def test_a_part_that_dies_is_told_with_its_last_lines(tmp_path, monkeypatch):
     fake_parts(
         monkeypatch, "print('about to die', flush=True); import os; os.kill(os.getpid(), 11)"
     )
-    monkeypatch.setattr(runner, "PARTS", {"environment": ["dies"]})
-    assert not runner.run(kit(tmp_path), ["environment"], 60)
+    monkeypatch.setattr(phase_runner, "PARTS", {"environment": ["dies"]})
+    assert not phase_runner.run(kit(tmp_path), ["environment"], 60)
     case, phase = kit(tmp_path).lines().read()
     assert case["error"] == ["exit code -11", "about to die"]
     assert phase["status"] == FAILED
@@ -141,9 +141,9 @@ def test_a_part_that_dies_is_told_with_its_last_lines(tmp_path, monkeypatch):
 def test_a_second_run_does_only_what_has_not_passed(tmp_path, monkeypatch):
     fake_parts(monkeypatch, "open(f'{name}-ran', 'a').write('x')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runner, "PARTS", {"environment": ["a"], "kernels": ["b"]})
+    monkeypatch.setattr(phase_runner, "PARTS", {"environment": ["a"], "kernels": ["b"]})
     kit(tmp_path).lines().phase("environment", PASSED)
-    assert runner.run(kit(tmp_path), ["environment", "kernels"], 60)
+    assert phase_runner.run(kit(tmp_path), ["environment", "kernels"], 60)
     assert not Path("a-ran").exists() and Path("b-ran").read_text() == "x"
 
 

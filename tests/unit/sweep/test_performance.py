@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from sglang_ext.sweep import add_commands
+from sglang_ext.commands.sweep import add_commands
 from sglang_ext.commands.sweep import plan_of
 from sglang_ext.sweep.performance import page, write_performance
 from sglang_ext.sweep.results import Results

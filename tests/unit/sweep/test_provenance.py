@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.sweep import provenance as environment
+from sglang_ext.sweep import provenance
 
 
 def test_it_is_json_and_names_versions_and_machine():
-    found = json.loads(json.dumps(environment.collect()))
+    found = json.loads(json.dumps(provenance.collect()))
     assert found["versions"]["python"] == platform.python_version()
     assert found["versions"]["sglang"] and found["versions"]["torch"]
     assert found["cpu"] and found["cores"] >= 1 and found["threads"] >= 1
@@ -20,9 +20,9 @@ def test_it_is_json_and_names_versions_and_machine():
 
 
 def test_changes_are_those_that_matter():
-    before = environment.collect()
-    assert environment.changes(before, before | {"started": "later"}) == []
-    assert environment.changes(before, before | {"threads": 99}) == [
+    before = provenance.collect()
+    assert provenance.changes(before, before | {"started": "later"}) == []
+    assert provenance.changes(before, before | {"threads": 99}) == [
         f"threads: {before['threads']} before, 99 now"
     ]
 
@@ -36,35 +36,35 @@ def test_a_commit_beside_the_package_changes_nothing(tmp_path):
 
     package = tmp_path / "package"
     package.mkdir()
-    assert environment.checked_out(package) == {"commit": None, "package": None}
+    assert provenance.checked_out(package) == {"commit": None, "package": None}
     commit("package/a")
-    first = environment.checked_out(package)
+    first = provenance.checked_out(package)
     commit("docs")
-    second = environment.checked_out(package)
+    second = provenance.checked_out(package)
     assert first["commit"] != second["commit"] and first["package"] == second["package"]
-    assert environment.changes(first, second) == []
+    assert provenance.changes(first, second) == []
     (tmp_path / "docs").write_text("edited")
-    edited = environment.checked_out(package)
+    edited = provenance.checked_out(package)
     assert edited == {"commit": f"{second['commit']}+", "package": second["package"]}
     (package / "a").write_text("edited")
-    assert len(environment.changes(first, environment.checked_out(package))) == 1
+    assert len(provenance.changes(first, provenance.checked_out(package))) == 1
     commit("package/b")
-    assert len(environment.changes(first, environment.checked_out(package))) == 1
+    assert len(provenance.changes(first, provenance.checked_out(package))) == 1
 
 
 def test_what_servers_run_is_compared_whole():
-    found = environment.collect()
+    found = provenance.collect()
     if found["commit"] is None:
         pytest.skip("not a checkout")
-    root = Path(environment.__file__).parents[2]
+    root = Path(provenance.__file__).parents[2]
     for folder in ("sglang_ext", "datastores", "speech"):
-        tree = environment.checked_out(root / folder)["package"]
+        tree = provenance.checked_out(root / folder)["package"]
         assert tree and tree in found["package"].split()
 
 
 def test_forward_costs_are_the_models_newest_last(tmp_path, monkeypatch):
     monkeypatch.setenv("SGLANG_EXT_CACHE", str(tmp_path))
-    assert environment.forward_costs("/m") == []
+    assert provenance.forward_costs("/m") == []
     folder = tmp_path / "knee"
     folder.mkdir()
     for name, model, when in (("a", "/m", 300), ("b", "/m", 200), ("c", "/other", 400)):
@@ -72,4 +72,4 @@ def test_forward_costs_are_the_models_newest_last(tmp_path, monkeypatch):
         (folder / f"{name}.json").write_text(json.dumps(content))
         os.utime(folder / f"{name}.json", (when, when))
     (folder / "d.json").write_text("{")
-    assert [costs["I_knee"] for costs in environment.forward_costs("/m")] == [200, 300]
+    assert [costs["I_knee"] for costs in provenance.forward_costs("/m")] == [200, 300]

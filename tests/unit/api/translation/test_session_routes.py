@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 from starlette.testclient import WebSocketDenialResponse
 from starlette.websockets import WebSocketDisconnect
 
-from sglang_ext.api.translation import session_routes as translations_live
+from sglang_ext.api.translation import session_routes
 from sglang_ext.api.translation.session_table import SessionTable
 from sglang_ext.api.translation.session_routes import Backend, add_routes
 from sglang_ext.api.translation.translator import Translator
@@ -290,7 +290,7 @@ def test_events_go_on_after_a_reconnect(server, monkeypatch):
         silent.leave()
         await asyncio.wait_for(silent.task, 5)
 
-    monkeypatch.setattr(translations_live, "_KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(session_routes, "_KEEP_ALIVE_S", 0.01)
     asyncio.run(run())
 
 

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from sglang_ext.api.translation import session_settings as translation_settings
+from sglang_ext.api.translation import session_settings
 from sglang_ext.api.languages import NAMES
 from sglang_ext.api.translation.session_settings import (
     SessionSettings,
@@ -165,7 +165,7 @@ def test_a_body_that_is_too_large_is_read_and_not_kept():
 
 @pytest.mark.parametrize(("limit", "status"), [(100_000, 413), (1 << 30, 408)])
 def test_a_body_that_does_not_end_is_given_up(limit, status, monkeypatch):
-    monkeypatch.setattr(translation_settings, "_BODY_S", 0.1)
+    monkeypatch.setattr(session_settings, "_BODY_S", 0.1)
     with pytest.raises(ApiError, match="did not come within") as raised:
         asyncio.run(read_json(SlowBody(1000, 0.005), limit))
     assert raised.value.status == status

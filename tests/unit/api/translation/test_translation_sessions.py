@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from sglang_ext.api.translation import session as translation_session
-from sglang_ext.api.translation import session_table as translation_sessions
+from sglang_ext.api.translation import session
+from sglang_ext.api.translation import session_table
 from sglang_ext.api.translation.session import MOST_WAITING, Session
 from sglang_ext.api.translation.session_table import SessionTable
 from sglang_ext.api.translation.session_settings import SessionSettings, Update
@@ -244,7 +244,7 @@ def drained(events):
 
 
 def test_a_slow_listener_loses_old_events_only(manager, monkeypatch):
-    monkeypatch.setattr(translation_session, "_MOST_UNREAD", 3)
+    monkeypatch.setattr(session, "_MOST_UNREAD", 3)
 
     async def run():
         session = make(manager)
@@ -323,7 +323,7 @@ def test_idle_sessions_expire_and_used_ones_do_not(manager):
 
 
 def test_the_sweeper_closes_what_nobody_asks_for_and_ends(manager, monkeypatch):
-    monkeypatch.setattr(translation_sessions, "_SWEEP_S", 0.01)
+    monkeypatch.setattr(session_table, "_SWEEP_S", 0.01)
 
     async def run():
         clock = Clock()
@@ -341,7 +341,7 @@ def test_the_sweeper_closes_what_nobody_asks_for_and_ends(manager, monkeypatch):
 
 
 def test_a_server_that_stops_lets_listeners_go_and_updates_end(manager, monkeypatch):
-    monkeypatch.setattr(translation_sessions, "_SWEEP_S", 0.01)
+    monkeypatch.setattr(session_table, "_SWEEP_S", 0.01)
 
     async def run():
         table = SessionTable(5, 10, lambda: manager.gracefully_exit)
