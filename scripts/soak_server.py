@@ -110,15 +110,12 @@ def slope_of_least(minutes: Sequence[float], mib: Sequence[float]) -> float:
     through all samples follows where such peaks fall. What is kept raises the least as well.
 
     Args:
-        minutes, mib: in order, as many of both. Samples of less than two minutes are a line's
-            points themselves.
+        minutes, mib: in order, two at least, as many of both.
     """
-    least = dict[int, tuple[float, float]]()
-    for at, value in zip(minutes, mib, strict=True):
-        if int(at) not in least or value < least[int(at)][1]:
-            least[int(at)] = at, value
-    points = list(least.values()) if len(least) > 1 else list(zip(minutes, mib, strict=True))
-    return float(np.polyfit(*zip(*points, strict=True), 1)[0])
+    parts = max(2, int(minutes[-1] - minutes[0]))
+    rows = np.array_split(np.column_stack([minutes, mib]), parts)
+    least = np.array([part[np.argmin(part[:, 1])] for part in rows])
+    return float(np.polyfit(least[:, 0], least[:, 1], 1)[0])
 
 
 def table(samples: Sequence[Sample]) -> str:
