@@ -30,9 +30,9 @@ class RetrievalConfig:
 
     Lengths and limits follow the SSSD paper (arXiv 2411.05894, Algorithms 1-3). Its discount
     constants are not published with it; the ones here were fitted offline, by what the budget
-    (sglang_ext/budget/choice.py) makes of the drafts, on answers of SmolLM2-135M-Instruct to Spec-Bench's
-    and GSM8K's questions, a quarter held back from a datastore of the others. A replay of Python
-    sources (datastores/replay.py), where long matches say more, kept datastore_power up.
+    (sglang_ext/budget/choice.py) makes of the drafts, on answers of SmolLM2-135M-Instruct to
+    Spec-Bench's and GSM8K's questions, a quarter held back from a datastore of the others. A replay
+    of Python sources (datastores/replay.py), where long matches say more, kept datastore_power up.
 
     One estimator does the paper's discounting (Algorithm 1) and weighted merge (Algorithm 3). An
     occurrence whose match is m tokens long weighs (m / 4) ** power, so that longer matches outvote

@@ -36,8 +36,8 @@ from scipy.stats import trim_mean  # type: ignore[import-untyped]
 from scripts.lib.client import generate_all
 from scripts.lib.figures import parser, report
 from scripts.lib.served_metrics import read_metrics
-from scripts.lib.spec_bench import spec_bench
 from scripts.lib.server import Server
+from scripts.lib.spec_bench import spec_bench
 
 BATCHES = (1, 4, 8, 16, 32)
 MAX_PROMPT_TOKENS = 160

@@ -1,9 +1,9 @@
 """What the budget makes of captured widths, in a model of a GPU: answers replayed in a closed loop.
 
 A model: nothing here ran on a GPU, and every figure says so in its name. The seconds of a step come
-from scripts/lib/gpu_roofline.py (Llama-3-8B on an H100). Texts, drafts, acceptance and decisions are
-real: SSSD drafts for answers that are known, and the product's ration, calibration, cost model and
-choose_width decide which steps look for drafts and how wide they verify. They know no more than on
+from scripts/lib/gpu_roofline.py (Llama-3-8B on an H100). Texts, drafts, acceptance and decisions
+are real: SSSD drafts for answers that are known, and the product's ration, calibration, cost model
+and choose_width decide which steps look for drafts and how wide they verify. They know no more than on
 a server: the times of steps, with noise and one step late, from the first step on.
 
     python -m scripts.bench_cuda_budget [--quick] [--half even|odd] [--seed N] [--json FILE]
@@ -37,10 +37,10 @@ from scripts.lib.spec_bench import DATA, MODEL, spec_bench, tokenizer
 from sglang_ext.budget.choice import Calibration, choose_width
 from sglang_ext.budget.cost_model import DELAYED_CUDA, NODE_READS_CUDA, CostModel
 from sglang_ext.budget.cost_sweep import CUDA_COUNTS, assumed_costs
+from sglang_ext.budget.rationing import DraftingRation
 from sglang_ext.drafters import DrafterContext, DraftRequest
 from sglang_ext.drafters.sssd import PROMPT_TAIL, RetrievalDrafter
 from sglang_ext.options import Options
-from sglang_ext.budget.rationing import DraftingRation
 from sglang_ext.tree import TokenTree
 
 MEASURED_AT = (1, 2, 4, 8, 16, 24, 32, 48, 64)

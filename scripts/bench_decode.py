@@ -21,8 +21,8 @@ import requests
 
 from scripts.lib.client import Completion, generate_all, stream
 from scripts.lib.figures import parser, report
-from scripts.lib.spec_bench import Prompt, spec_bench, tokenizer
 from scripts.lib.server import Server
+from scripts.lib.spec_bench import Prompt, spec_bench, tokenizer
 from sglang_ext.models.store import default_cache_dir
 
 WARM_TOKENS = 102_000

@@ -17,8 +17,8 @@ import sys
 from multiprocessing.connection import Connection
 
 from scripts.lib.figures import parser, report
-from scripts.lib.spec_bench import spec_bench
 from scripts.lib.server import Server
+from scripts.lib.spec_bench import spec_bench
 from sglang_ext.servers.processes import end_with_parent
 from sglang_ext.sweep.load import Load, run_batch
 from sglang_ext.sweep.workloads import Item

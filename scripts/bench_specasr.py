@@ -34,8 +34,8 @@ from scripts.lib.speech_client import (
     Transcript,
     transcribe,
 )
-from scripts.speech_data import FOLDER, Clip, read_clips
 from scripts.lib.word_errors import WordErrors, draft_texts
+from scripts.speech_data import FOLDER, Clip, read_clips
 from sglang_ext.models import default_cache_dir, resolve
 from speech.enlarge import CONFIG_KEY, Enlargement, enlarge
 

@@ -38,8 +38,8 @@ import requests
 
 from scripts.lib.client import TIMEOUT_S, generate
 from scripts.lib.figures import parser, report
-from scripts.lib.spec_bench import tokenizer
 from scripts.lib.server import Server
+from scripts.lib.spec_bench import tokenizer
 from scripts.lib.ssbd_metrics import common_prefix
 from scripts.lib.ssbd_plots import AR, DEFAULT, EXACT, MODES, Mode, Tables
 from scripts.lib.ssbd_streams import (

@@ -17,9 +17,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from scripts.lib import isolation_drafts
-from scripts.lib import isolation_pd
-from scripts.lib import isolation_server
+from scripts.lib import isolation_drafts, isolation_pd, isolation_server
 from scripts.lib.figures import parser, report
 from scripts.lib.isolation_drafts import NothingShown
 

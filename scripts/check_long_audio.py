@@ -20,8 +20,8 @@ import requests
 from scripts.lib.client import TIMEOUT_S
 from scripts.lib.figures import parser, report
 from scripts.lib.server import Server
-from scripts.speech_data import FOLDER, Clip, encode, read_clips
 from scripts.lib.word_errors import WordErrors
+from scripts.speech_data import FOLDER, Clip, encode, read_clips
 
 # (format, samples per second, channels); Opus itself goes up to 48 kHz.
 FILES = (

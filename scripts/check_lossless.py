@@ -17,8 +17,8 @@ from typing import Any
 
 from scripts.lib.client import Completion, generate_all
 from scripts.lib.figures import parser, report
-from scripts.lib.spec_bench import Prompt, spec_bench
 from scripts.lib.server import Server
+from scripts.lib.spec_bench import Prompt, spec_bench
 
 BATCH_SIZES = (1, 8)
 # Two servers: one verifies every draft, good or bad; one chooses its budget as users' do.

@@ -18,10 +18,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from scripts.lib import pd_kills
-from scripts.lib import pd_shared
-from scripts.lib import pd_tokens
-from scripts.lib import pd_whisper
+from scripts.lib import pd_kills, pd_shared, pd_tokens, pd_whisper
 from scripts.lib.figures import parser, report
 from sglang_ext.disaggregation.transfer import check_transfer_backend
 from sglang_ext.preflight import PreflightError

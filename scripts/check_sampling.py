@@ -27,8 +27,8 @@ from tqdm import tqdm
 from scripts.check_lossless import write_oracle
 from scripts.lib.client import TIMEOUT_S, generate_all
 from scripts.lib.figures import parser, report
-from scripts.lib.spec_bench import Prompt, spec_bench
 from scripts.lib.server import Server
+from scripts.lib.spec_bench import Prompt, spec_bench
 
 # The third token is the second that a verify step decides.
 TOKENS = 3

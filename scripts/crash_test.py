@@ -28,12 +28,12 @@ from datastores import Datastore, verify_folder
 from datastores.segment import document_digest
 from scripts.lib.client import generate
 from scripts.lib.figures import parser, report
-from scripts.lib.spec_bench import spec_bench
 from scripts.lib.server import Server
-from sglang_ext.servers import processes
+from scripts.lib.spec_bench import spec_bench
 from sglang_ext.drafters import DrafterContext, DraftRequest
 from sglang_ext.drafters.sssd import PROMPT_TAIL, RetrievalDrafter
 from sglang_ext.options import Options
+from sglang_ext.servers import processes
 
 KILLS, QUICK_KILLS = 200, 20
 VOCAB = 49152

@@ -12,8 +12,8 @@ from typing import Any
 import requests
 
 from scripts.lib.client import TIMEOUT_S, generate_all, stream
-from scripts.lib.spec_bench import DATA, MODEL, Prompt, spec_bench
 from scripts.lib.server import Server
+from scripts.lib.spec_bench import DATA, MODEL, Prompt, spec_bench
 
 WHISPER = "whisper-base"
 AUDIO = DATA / "LJ001-0001.flac"

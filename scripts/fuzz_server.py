@@ -1,8 +1,8 @@
 """Requests that are wrong in every way, against a running server: each gets an answer, none a 500.
 
-Blocks of 50 requests of one class (scripts/lib/fuzz_grammar.py) are sent, six of them alone and with
-short outputs, for some do harm only where nothing else is in their batch, then eight at a time;
-after each block a valid request must give the tokens that it gave at first. With the seed a
+Blocks of 50 requests of one class (scripts/lib/fuzz_grammar.py) are sent, six of them alone and
+with short outputs, for some do harm only where nothing else is in their batch, then eight at a
+time; after each block a valid request must give the tokens that it gave at first. With the seed a
 request's number makes the request: --offset goes on where a run was ended, and `--offset N
 --requests 1` sends one again. What fails is printed, and goes to --failures as a line of JSON.
 

@@ -29,10 +29,10 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 
 from scripts.lib.figures import parser, report
-from scripts.lib.spec_bench import spec_bench
 from scripts.lib.server import Server
 from scripts.lib.soak_client import IDLE_S, TIMEOUT_S, Client, Soak
 from scripts.lib.soak_requests import SpeechTraffic, Traffic
+from scripts.lib.spec_bench import spec_bench
 
 QUICK_MINUTES = 5.0
 SAMPLE_S, PROGRESS_S = 2.0, 30.0

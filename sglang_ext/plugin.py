@@ -5,8 +5,8 @@ import os
 from functools import cache
 from typing import Any
 
-from sglang_ext.whisper import audio_processor
 from sglang_ext.options import Options
+from sglang_ext.whisper import audio_processor
 
 ALGORITHM = "SSSD"
 # Root included; on a CPU, past this the forward pass costs more than it can gain.
@@ -28,8 +28,8 @@ def register() -> None:
     """Register the speculative algorithm, the CPU backend and the request checks."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from sglang_ext.whisper import encoder_decoder
     from sglang_ext.cpu.install import wants_cpu_engine
+    from sglang_ext.whisper import encoder_decoder
 
     SpeculativeAlgorithm.register(
         ALGORITHM, supports_overlap=True, spec_class=_host_drafted_algorithm()

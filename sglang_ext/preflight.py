@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_ext.drafters import find
-from sglang_ext.servers.flags import flag_value
 from sglang_ext.options import Options
 from sglang_ext.plugin import ALGORITHM
+from sglang_ext.servers.flags import flag_value
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 30000

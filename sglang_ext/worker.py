@@ -37,8 +37,6 @@ from sglang.srt.speculative.spec_utils import (
 from sglang.srt.utils import broadcast_pyobj
 
 from sglang_ext.api.datastore import control
-from sglang_ext.step.bias import Expected, prefer_next_tokens
-from sglang_ext.drafters.target_bigrams import bigrams_of
 from sglang_ext.budget.choice import knee
 from sglang_ext.budget.cost_sweep import cost_model_of, costs_of
 from sglang_ext.cpu.heap_trim import HeapTrim
@@ -50,14 +48,16 @@ from sglang_ext.cuda.widths import default_widths
 from sglang_ext.disaggregation.arrivals import tell_of_arrivals
 from sglang_ext.drafters import DrafterContext
 from sglang_ext.drafters.named_corpora import Corpora, documents_of
-from sglang_ext.step.planner import DraftPlanner
-from sglang_ext.whisper.encoder_decoder import decoder_starts, keep_encoder_outputs
+from sglang_ext.drafters.target_bigrams import bigrams_of
+from sglang_ext.models.tokenizers import fingerprint
+from sglang_ext.options import Options
+from sglang_ext.step.bias import Expected, prefer_next_tokens
 from sglang_ext.step.host_prefill import HostPrefill
 from sglang_ext.step.known_tokens import KnownHead
 from sglang_ext.step.logits_guard import LogitsGuard
 from sglang_ext.step.metrics import SpeculationMetrics
-from sglang_ext.options import Options
 from sglang_ext.step.penalties import DevicePenalties, is_penalized
+from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.step.ragged import (
     can_leave_padding_out,
     leave_padding_out,
@@ -67,10 +67,10 @@ from sglang_ext.step.ragged import (
 from sglang_ext.step.relay import LastStep, StepResult
 from sglang_ext.step.request_table import RunningRequest
 from sglang_ext.step.step_plan import LaunchedTrees, Step, StepPlan, share, share_flag
-from sglang_ext.models.tokenizers import fingerprint
-from sglang_ext.tree import PackedTrees, TokenTree, pack
 from sglang_ext.step.verify import Accepted, accept_on_device, accept_on_host
 from sglang_ext.step.verify_batch import VerifyBatches
+from sglang_ext.tree import PackedTrees, TokenTree, pack
+from sglang_ext.whisper.encoder_decoder import decoder_starts, keep_encoder_outputs
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from scripts.emulation import flashinfer
-from scripts.emulation import fake_streams
+from scripts.emulation import fake_streams, flashinfer
 
 # tree_cpu's flags that CUDA's server does not have.
 _HOST_ONLY_FLAGS = ("--disable-overlap-schedule",)

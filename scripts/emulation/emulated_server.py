@@ -24,8 +24,8 @@ from scripts.emulation import cases
 from scripts.emulation.cuda_environment import environment, one_thread
 from scripts.emulation.traffic import Job, ask, difference, first_difference, run
 from scripts.lib.figures import parser, report
-from scripts.lib.spec_bench import MODEL, spec_bench
 from scripts.lib.server import Server
+from scripts.lib.spec_bench import MODEL, spec_bench
 
 IN_FLIGHT = 8
 _CHUNKS = ["--chunked-prefill-size", str(cases.CHUNK)]

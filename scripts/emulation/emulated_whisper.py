@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from scripts.emulation.emulated_server import EmulatedServer, check_settings, left_running
 from scripts.emulation.cuda_environment import one_thread
+from scripts.emulation.emulated_server import EmulatedServer, check_settings, left_running
 from scripts.emulation.traffic import Job, ask, difference, run
 from scripts.lib.figures import parser, report
 from scripts.lib.served_metrics import read_metrics

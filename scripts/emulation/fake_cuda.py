@@ -27,17 +27,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.emulation.overlap_loop import Allocator, LogitsOfStates, NoClock
 from sglang_ext import worker
-from sglang_ext.step import bias
-from sglang_ext.step import penalties
-from sglang_ext.step import verify_batch
-from sglang_ext.step.bias import Expected
 from sglang_ext.cuda import prefill
 from sglang_ext.drafters import Bias
+from sglang_ext.step import bias, penalties, verify_batch
+from sglang_ext.step.bias import Expected
 from sglang_ext.step.penalties import DevicePenalties
 from sglang_ext.step.relay import StepResult
 from sglang_ext.step.step_plan import Step, StepPlan
-from sglang_ext.tree import TokenTree, pack
 from sglang_ext.step.verify_batch import VerifyBatches
+from sglang_ext.tree import TokenTree, pack
 
 VOCAB, WIDTH, LENGTH = 1000, 8, 20
 NODES = (7, 3, 0)  # drafted for each of three requests

@@ -4,9 +4,9 @@
     TRITON_INTERPRET=1 python -m scripts.emulation.graph_checks --backend triton --steps 16
 
 A small target with random weights runs random steps, one after the other with random widths and
-batch sizes: under the graphs of their width (fake_graphs.py, over emulated FlashInfer kernels or over
-Triton's in its interpreter), and eagerly as plain SGLang would run them. Both must give the same
-logits. That width 1 is plain decoding and that no width disturbs another's tables follows.
+batch sizes: under the graphs of their width (fake_graphs.py, over emulated FlashInfer kernels or
+over Triton's in its interpreter), and eagerly as plain SGLang would run them. Both must give the
+same logits. That width 1 is plain decoding and that no width disturbs another's tables follows.
 """
 
 from sglang_ext.cpu.install import install as install_cpu_engine
@@ -25,8 +25,7 @@ from typing import Any  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from scripts.emulation import flashinfer, targets
-from scripts.emulation import fake_graphs
+from scripts.emulation import fake_graphs, flashinfer, targets  # noqa: E402
 from scripts.emulation.verify_cases import Step  # noqa: E402
 
 FULL_WIDTH, MAX_REQUESTS, SLOTS = 8, 6, 2000

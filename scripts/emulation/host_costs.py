@@ -10,8 +10,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from sglang_ext.step import penalties
 from sglang_ext.cuda.staging import to_device
+from sglang_ext.step import penalties
 from sglang_ext.step.penalties import DevicePenalties
 from sglang_ext.tree import TokenTree, pack
 

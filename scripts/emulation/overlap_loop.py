@@ -31,19 +31,18 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from sglang_ext import worker
-from sglang_ext.step import planner
-from sglang_ext.step import verify_batch
 from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.cuda import prefill
 from sglang_ext.cuda.widths import default_widths
 from sglang_ext.disaggregation.handoff import first_draft_input
 from sglang_ext.drafters import DrafterContext
-from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.options import Options
+from sglang_ext.step import planner, verify_batch
 from sglang_ext.step.penalties import DevicePenalties
+from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.step.relay import LastStep
-from sglang_ext.tree import TokenTree
 from sglang_ext.step.verify_batch import VerifyBatches
+from sglang_ext.tree import TokenTree
 
 VOCAB, WIDTH, ROWS, SLOTS, LONGEST = 50, 8, 10, 160, 40
 POISON = -1

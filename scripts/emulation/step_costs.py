@@ -1,7 +1,8 @@
 """Host time between two verify steps on a device: what a GPU stands idle for, without retrieval.
 
 From the last step's tokens being there to the next pass being launched: who has written what
-(relay.py, request_table.py), checking and cutting the trees, the choice of a width, packing, staging.
+(relay.py, request_table.py), checking and cutting the trees, the choice of a width, packing,
+staging.
 """
 
 import time
@@ -13,13 +14,12 @@ import numpy as np
 import torch
 
 from scripts.emulation.overlap_loop import LateCopy
-from sglang_ext.step import planner
 from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.cuda.staging import mask_starts, to_device
 from sglang_ext.cuda.widths import default_widths
 from sglang_ext.drafters import DrafterContext
-from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.options import Options
+from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.step.relay import LastStep, StepResult
 from sglang_ext.tree import TokenTree, pack
 
@@ -57,7 +57,7 @@ def step_host_ms(batch: int, steps: int = 50) -> float:
     """
     rng = np.random.default_rng(0)
     trees = [_tree(rng, _WIDTH - 1) for _ in range(batch)]
-    with mock.patch.object(planner, "load", lambda _name, _context: _Ready(trees)):
+    with mock.patch("sglang_ext.step.planner.load", lambda _name, _context: _Ready(trees)):
         planner = DraftPlanner(
             DrafterContext(vocab_size=_VOCAB, options=Options(drafter="ready")),
             _WIDTH,

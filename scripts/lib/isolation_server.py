@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from scripts.lib.isolation_client import SESSIONS, TIMEOUT_S, TOKENS, Tenant, secret
 from scripts.lib.isolation_drafts import NothingShown
-from scripts.lib.spec_bench import spec_bench
 from scripts.lib.server import Server
+from scripts.lib.spec_bench import spec_bench
 
 MODEL = "smollm2-135m-instruct"
 # What a client might call a session, and another might guess.

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from scripts.lib.client import Completion, generate_all, stream
-from scripts.lib.served_metrics import read_metrics
 from scripts.lib.pd_servers import Disaggregated
-from scripts.lib.spec_bench import Prompt, spec_bench, tokenizer
+from scripts.lib.served_metrics import read_metrics
 from scripts.lib.server import Server
+from scripts.lib.spec_bench import Prompt, spec_bench, tokenizer
 
 SSSD = ["--speculative-algorithm", "SSSD"]
 IN_FLIGHT = 4

@@ -10,8 +10,8 @@ from typing import Any
 
 import aiohttp
 
-from scripts.lib.spec_bench import Prompt
 from scripts.lib.soak_client import NAMESPACE_HEADER, Mismatch, Soak
+from scripts.lib.spec_bench import Prompt
 
 CLIP = Path(__file__).parents[1] / "data" / "LJ001-0001.flac"
 # None of those of the translation sessions (soak_client): a deletion ends these as well.

@@ -13,9 +13,9 @@ def extend(app: Any, namespace_header: str) -> Any:
     """Add the routes and the middleware to SGLang's FastAPI application; idempotent."""
     from sglang_ext.admission.bodies import JsonBodies
     from sglang_ext.admission.ollama import OllamaErrors
-    from sglang_ext.api.translation import session_routes
-    from sglang_ext.api.namespaces import NamespaceHeader
     from sglang_ext.api.datastore.routes import add_routes
+    from sglang_ext.api.namespaces import NamespaceHeader
+    from sglang_ext.api.translation import session_routes
     from sglang_ext.options import Options
 
     if not getattr(app.state, "sglang_ext", False):

@@ -19,8 +19,8 @@ import torch
 
 from sglang_ext.budget.choice import knee, token_grid
 from sglang_ext.budget.cost_model import DELAYED_CUDA, NODE_READS_CUDA, CostModel
-from sglang_ext.whisper.encoder_decoder import runs_at_prefill_only
 from sglang_ext.models.store import default_cache_dir
+from sglang_ext.whisper.encoder_decoder import runs_at_prefill_only
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any
 from sglang_ext import options
 from sglang_ext.disaggregation.cluster import Cluster, ClusterError, Member
 from sglang_ext.disaggregation.transfer import BACKENDS, check_transfer_backend
-from sglang_ext.servers.flags import flag_value, whole_number
 from sglang_ext.preflight import PreflightError, check_port
+from sglang_ext.servers.flags import flag_value, whole_number
 from sglang_ext.servers.processes import end_as_ctrl_c, free_port
 
 DEFAULT_PORT = 30000

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from sglang_ext.servers.flags import flag_value, whole_number
 from sglang_ext.models import ModelError, is_whisper, resolve
+from sglang_ext.servers.flags import flag_value, whole_number
 from sglang_ext.servers.processes import end_as_ctrl_c
 from sglang_ext.sweep.methods import AUDIO, RETRANSLATION, TEXT
 from sglang_ext.sweep.plan import Plan

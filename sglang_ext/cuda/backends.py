@@ -240,8 +240,7 @@ def prepare(attn_backend: Any, model_runner: Any) -> None:
     Raises:
         ValueError: the backend cannot; one line that says why.
     """
-    from sglang_ext.cuda import windows
-    from sglang_ext.cuda import encoder_tokens
+    from sglang_ext.cuda import encoder_tokens, windows
 
     names = model_runner.prefill_attention_backend_str, model_runner.decode_attention_backend_str
     config = model_runner.model_config

@@ -22,9 +22,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_utils import record_stream_each
 
 from sglang_ext.cuda.staging import to_device
-from sglang_ext.whisper.encoder_decoder import decoder_starts
 from sglang_ext.step.known_tokens import KnownHead, KnownTable, KnownTokens, right_tokens
 from sglang_ext.step.prefill_drafts import can_read_drafts, prefill_plainly, put_back
+from sglang_ext.whisper.encoder_decoder import decoder_starts
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch

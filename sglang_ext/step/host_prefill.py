@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_ext.whisper.encoder_decoder import DecoderTimer, decoder_starts
 from sglang_ext.step.known_tokens import KnownHead, KnownTable, KnownTokens
 from sglang_ext.step.prefill_drafts import (
     can_read_drafts,
@@ -16,6 +15,7 @@ from sglang_ext.step.prefill_drafts import (
     write_known,
 )
 from sglang_ext.step.ragged import can_leave_padding_out
+from sglang_ext.whisper.encoder_decoder import DecoderTimer, decoder_starts
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch

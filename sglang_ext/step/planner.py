@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.step import penalties
 from sglang_ext.budget.choice import choose_nodes, choose_width
 from sglang_ext.budget.cost_model import CostModel
-from sglang_ext.drafters import Bias, Drafter, DrafterContext, load
-from sglang_ext.step.metrics import BudgetLog, SpeculationMetrics
 from sglang_ext.budget.rationing import DraftingRation
+from sglang_ext.drafters import Bias, Drafter, DrafterContext, load
+from sglang_ext.step import penalties
+from sglang_ext.step.metrics import BudgetLog, SpeculationMetrics
 from sglang_ext.step.request_table import RequestTable, RunningRequest
 from sglang_ext.tree import PackedTrees, TokenTree, check_all
 

@@ -17,15 +17,15 @@ from sglang.srt.speculative.spec_utils import (
     prepare_mamba_track_for_verify,
 )
 
-from sglang_ext.step.bias import BiasedRows
 from sglang_ext.cuda import encoder_tokens
 from sglang_ext.cuda.staging import full_mask, mask_starts, to_device
-from sglang_ext.whisper.encoder_decoder import decoder_starts, keep_encoder_outputs
+from sglang_ext.step.bias import BiasedRows
 from sglang_ext.step.penalties import DevicePenalties, is_penalized
 from sglang_ext.step.request_table import RunningRequest
 from sglang_ext.step.step_plan import StepPlan
-from sglang_ext.tree import PackedTrees
 from sglang_ext.step.verify import Accepted
+from sglang_ext.tree import PackedTrees
+from sglang_ext.whisper.encoder_decoder import decoder_starts, keep_encoder_outputs
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

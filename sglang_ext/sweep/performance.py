@@ -9,9 +9,6 @@ from typing import Any
 from sglang_ext.sweep.methods import METHODS
 from sglang_ext.sweep.plan import Plan
 from sglang_ext.sweep.plots import ENDINGS, Plot, save, style, write_plots
-from sglang_ext.sweep.results import Results
-from sglang_ext.sweep.roofline import Costs, break_even_table, costs_of, draw_roofline
-from sglang_ext.sweep.summary import Summary, summarize, title
 from sglang_ext.sweep.result_tables import (
     CSV,
     Table,
@@ -22,6 +19,9 @@ from sglang_ext.sweep.result_tables import (
     overview,
     to_csv,
 )
+from sglang_ext.sweep.results import Results
+from sglang_ext.sweep.roofline import Costs, break_even_table, costs_of, draw_roofline
+from sglang_ext.sweep.summary import Summary, summarize, title
 from sglang_ext.sweep.workloads import WORKLOADS
 
 PAGE, PICTURES = "performance.md", "performance"

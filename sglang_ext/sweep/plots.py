@@ -8,8 +8,8 @@ from typing import Any
 
 from sglang_ext.sweep.methods import BASELINE
 from sglang_ext.sweep.plan import BATCH, RATE
-from sglang_ext.sweep.summary import HEADLINES, Row, Spread, Summary, title
 from sglang_ext.sweep.result_tables import category_rows, model_name
+from sglang_ext.sweep.summary import HEADLINES, Row, Spread, Summary, title
 
 ENDINGS = ("png", "svg")
 # Plain decoding is gray, so that the ten colours are for what is compared with it.

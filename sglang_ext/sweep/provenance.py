@@ -53,7 +53,8 @@ def forward_costs(model_path: str) -> list[dict[str, Any]]:
     """What forward passes cost by their tokens, as servers of this model measured it here.
 
     Returns:
-        The files of sglang_ext.budget.cost_sweep ("for", "I_knee", "seconds" by token count), newest last.
+        The files of sglang_ext.budget.cost_sweep ("for", "I_knee", "seconds" by token count),
+        newest last.
     """
     found: list[tuple[float, dict[str, Any]]] = []
     for path in (default_cache_dir() / "knee").glob("*.json"):

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.sweep.plots import Plot, write_plots
-from sglang_ext.sweep.results import Results
-from sglang_ext.sweep.summary import Summary, summarize
 from sglang_ext.sweep.result_tables import (
     Table,
     categories,
@@ -19,6 +17,8 @@ from sglang_ext.sweep.result_tables import (
     overview,
     write_tables,
 )
+from sglang_ext.sweep.results import Results
+from sglang_ext.sweep.summary import Summary, summarize
 
 HTML, FIGURES, PLOTS = "report.html", "figures.json", "plots"
 # In environment.json beside the machine; too long for a table.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_ext.sweep.methods import BASELINE
-from sglang_ext.sweep.run_metrics import COLUMNS
 from sglang_ext.sweep.plan import BATCH
 from sglang_ext.sweep.quality import QUALITIES
+from sglang_ext.sweep.run_metrics import COLUMNS
 from sglang_ext.sweep.summary import Row, Spread, Summary, title
 
 MARKDOWN, CSV = "summary.md", "summary.csv"

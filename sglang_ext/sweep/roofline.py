@@ -10,8 +10,8 @@ from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.sweep.methods import OURS
 from sglang_ext.sweep.plan import BATCH
 from sglang_ext.sweep.plots import panels
-from sglang_ext.sweep.summary import Summary, title
 from sglang_ext.sweep.result_tables import Table, number
+from sglang_ext.sweep.summary import Summary, title
 
 WIDTHS = (2, 4, 8, 16)
 _WIDEST = 16

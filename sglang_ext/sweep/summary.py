@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.sweep.repeatability import agreement_limit
 from sglang_ext.sweep.methods import BASELINE, METHODS, OURS, PEER_WORKLOADS
-from sglang_ext.sweep.run_metrics import Run
 from sglang_ext.sweep.plan import BATCH, Plan, Point
+from sglang_ext.sweep.repeatability import agreement_limit
 from sglang_ext.sweep.results import PointResult, Results
+from sglang_ext.sweep.run_metrics import Run
 from sglang_ext.sweep.settling import runs_needed
 
 # The methods of ours that figures speak of.

@@ -20,6 +20,7 @@ from sglang_ext.sweep.data_files import (
     sentences,
     spec_bench,
 )
+from sglang_ext.sweep.item_source import SERVED_TIMES, Source, different
 from sglang_ext.sweep.items import Item, Workload
 from sglang_ext.sweep.methods import AUDIO, RETRANSLATION, TEXT
 from sglang_ext.sweep.scenarios import (
@@ -31,7 +32,6 @@ from sglang_ext.sweep.scenarios import (
     passage,
     translate,
 )
-from sglang_ext.sweep.item_source import SERVED_TIMES, Source, different
 
 __all__ = ["WORKLOADS", "Item", "Workload", "WorkloadError", "kind_of", "load_workload"]
 

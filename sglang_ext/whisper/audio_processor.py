@@ -62,8 +62,8 @@ def _whisper_processor() -> type:
     from sglang.srt.models.whisper import WhisperForConditionalGeneration
     from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
 
-    from sglang_ext.whisper import audio_decoders
     from sglang_ext.options import Options
+    from sglang_ext.whisper import audio_decoders
     from speech.audio import SAMPLE_RATE, log_mels
     from speech.prompts import WhisperVocabulary
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from speech.specasr.chain import Chain
 from speech.specasr.draft_model import Feed, Prediction
-from speech.specasr.draft_tree import ROOT, DraftTree
 from speech.specasr.draft_options import SpecASROptions
+from speech.specasr.draft_tree import ROOT, DraftTree
 from speech.specasr.prediction import catch_up, find_start
 from speech.specasr.transcript import Transcript
 from speech.specasr.vocabulary import Vocabularies

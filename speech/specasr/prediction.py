@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from speech.specasr.chain import Chain
 from speech.specasr.draft_model import Feed, Prediction
+from speech.specasr.draft_options import SpecASROptions
 from speech.specasr.draft_tree import ROOT, DraftTree
 from speech.specasr.feedback import Guess, advised
-from speech.specasr.draft_options import SpecASROptions
 from speech.specasr.recycling import OldDraft
 from speech.specasr.transcript import Transcript
 from speech.specasr.vocabulary import Vocabularies

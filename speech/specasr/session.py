@@ -11,8 +11,8 @@ from speech.specasr.beams import draft_beams
 from speech.specasr.cache import DraftCache
 from speech.specasr.chain import Chain
 from speech.specasr.draft_model import DraftWhisper, Feed, Prediction
-from speech.specasr.draft_tree import DraftTree, TargetTree, to_target
 from speech.specasr.draft_options import SpecASROptions
+from speech.specasr.draft_tree import DraftTree, TargetTree, to_target
 from speech.specasr.prediction import draft_trunk, foresee_trunk
 from speech.specasr.sparse_tree import draft_sparse_tree
 from speech.specasr.transcript import Transcript

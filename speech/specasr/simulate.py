@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from speech.specasr.draft_model import DraftWhisper, Feed
-from speech.specasr.draft_tree import TargetTree
 from speech.specasr.draft_options import SpecASROptions
+from speech.specasr.draft_tree import TargetTree
 from speech.specasr.session import SpecASR
 
 # How many of a tree's nodes, best first, are verified.

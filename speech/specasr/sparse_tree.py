@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from speech.specasr.chain import Chain
 from speech.specasr.draft_model import Feed, Prediction
-from speech.specasr.draft_tree import ROOT, DraftTree
 from speech.specasr.draft_options import SpecASROptions
+from speech.specasr.draft_tree import ROOT, DraftTree
 from speech.specasr.prediction import Start, catch_up, extend, find_start
 from speech.specasr.transcript import Transcript
 from speech.specasr.vocabulary import Vocabularies

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts.emulation import cases
+from scripts.emulation.cuda_environment import one_thread
 from scripts.emulation.emulated_server import (
     IN_FLIGHT,
     EmulatedServer,
@@ -14,10 +15,9 @@ from scripts.emulation.emulated_server import (
     plain_server,
     retracting,
 )
-from scripts.emulation.cuda_environment import one_thread
 from scripts.emulation.traffic import Job, run
-from scripts.lib.spec_bench import MODEL, Prompt, spec_bench
 from scripts.lib.server import Server
+from scripts.lib.spec_bench import MODEL, Prompt, spec_bench
 
 
 @pytest.fixture(scope="module")

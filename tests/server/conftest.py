@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.lib.spec_bench import Prompt, spec_bench
 from scripts.lib.server import Server
+from scripts.lib.spec_bench import Prompt, spec_bench
 
 MODEL = "smollm2-135m-instruct"
 # Small enough that a long prompt's prefill is chunked, and that four servers fit in memory.

@@ -11,10 +11,10 @@ import requests
 
 from scripts.lib.client import Completion, generate, generate_all, stream
 from scripts.lib.isolation_pd import HEADER, Routed, problems, rust_router
-from scripts.lib.served_metrics import read_metrics
 from scripts.lib.pd_servers import Disaggregated
-from scripts.lib.spec_bench import Prompt
+from scripts.lib.served_metrics import read_metrics
 from scripts.lib.server import Server
+from scripts.lib.spec_bench import Prompt
 from tests.server.conftest import MODEL
 
 try:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import requests
 
-from scripts.lib.spec_bench import Prompt, tokenizer
 from scripts.lib.server import Server
+from scripts.lib.spec_bench import Prompt, tokenizer
 from tests.server.conftest import CHUNK, JSON_SCHEMA, MODEL
 
 DRAFTERS = ("sssd", "random")

@@ -7,9 +7,9 @@ import requests
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from scripts.fuzz_server import BLOCK, FuzzRun
 from scripts.lib.fuzz_client import FuzzClient
 from scripts.lib.fuzz_grammar import VOCABULARY
-from scripts.fuzz_server import BLOCK, FuzzRun
 from tests.server.conftest import MODEL
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}

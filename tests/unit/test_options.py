@@ -4,9 +4,9 @@ import argparse
 
 import pytest
 
-from sglang_ext.servers.flags import flag_value, set_flag
 from sglang_ext.options import OptionError, Options, add_flags, export_flags
 from sglang_ext.preflight import PreflightError, check_port
+from sglang_ext.servers.flags import flag_value, set_flag
 from sglang_ext.step.request_table import RequestOptionError, RequestOptions
 
 

@@ -16,8 +16,8 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from sglang_ext.api.datastore.control_client import call_all
 from sglang_ext.api.datastore.control import ControlError
+from sglang_ext.api.datastore.control_client import call_all
 from sglang_ext.api.http import error_body
 
 

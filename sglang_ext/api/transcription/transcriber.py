@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_ext.whisper import audio_decoders
 from sglang_ext.api.transcription.chunk_decoder import ChunkDecoder, ChunkResult, Deltas
 from sglang_ext.api.transcription.transcription_request import TranscriptionRequest
 from sglang_ext.api.transcription.uploads import ApiError
 from sglang_ext.api.transcription.whisper_engine import WhisperEngine
+from sglang_ext.whisper import audio_decoders
 from speech.alignment import Aligner
 from speech.chunks import Chunk, ChunkOptions, chunks
 from speech.decoders import DecodedAudio

@@ -22,8 +22,8 @@ from sglang_ext.api.transcription.transcriber import Delta, Limits, Progress, Tr
 from sglang_ext.api.transcription.transcription_request import TranscriptionRequest, parse
 from sglang_ext.api.transcription.uploads import ApiError, read_form
 from sglang_ext.api.transcription.whisper_engine import WhisperEngine
-from sglang_ext.whisper.audio_processor import ARCHITECTURE
 from sglang_ext.options import Options
+from sglang_ext.whisper.audio_processor import ARCHITECTURE
 from speech import formats
 from speech.alignment import Aligner
 from speech.audio_errors import AudioError, AudioTooLong, DecodersBusy

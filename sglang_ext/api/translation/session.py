@@ -12,10 +12,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 
+from sglang_ext.api.transcription.uploads import ApiError
 from sglang_ext.api.translation.session_settings import SessionSettings, Update
 from sglang_ext.api.translation.session_update import Message, RunningUpdate, Work
 from sglang_ext.api.translation.translator import OnText, Translation, Translator
-from sglang_ext.api.transcription.uploads import ApiError
 
 logger = logging.getLogger(__name__)
 

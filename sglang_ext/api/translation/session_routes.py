@@ -24,8 +24,8 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 
 from datastores import DEFAULT_NAMESPACE
 from sglang_ext.api.open_streams import Stream, Streams
+from sglang_ext.api.transcription.uploads import ApiError
 from sglang_ext.api.translation.session import Session
-from sglang_ext.api.translation.session_table import SessionTable
 from sglang_ext.api.translation.session_settings import (
     body_limit,
     parse_settings,
@@ -33,9 +33,9 @@ from sglang_ext.api.translation.session_settings import (
     read_json,
 )
 from sglang_ext.api.translation.session_socket import SessionSocket
+from sglang_ext.api.translation.session_table import SessionTable
 from sglang_ext.api.translation.session_update import Message, RunningUpdate
 from sglang_ext.api.translation.translator import Translator
-from sglang_ext.api.transcription.uploads import ApiError
 from sglang_ext.options import Options
 from sglang_ext.step.request_table import RequestOptionError, check_namespace
 

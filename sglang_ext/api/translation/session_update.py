@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-from sglang_ext.api.translation.translator import OnText
 from sglang_ext.api.transcription.uploads import ApiError
+from sglang_ext.api.translation.translator import OnText
 from sglang_ext.step.request_table import shown
 
 Message = dict[str, Any]

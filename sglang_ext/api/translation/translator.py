@@ -10,8 +10,8 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from sglang_ext.api.translation.session_settings import SessionSettings
 from sglang_ext.api.transcription.uploads import ApiError
+from sglang_ext.api.translation.session_settings import SessionSettings
 
 # The source comes last, so that the radix cache keeps all that was read before it grew.
 DEFAULT_TEMPLATE = (

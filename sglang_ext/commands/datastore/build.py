@@ -20,8 +20,8 @@ from datastores.sources import (
     find_sources,
     read_source,
 )
-from sglang_ext.commands.datastore.model_tokenizer import ModelTokenizer
 from sglang_ext.commands.datastore.build_progress import BuildProgress, Waiting
+from sglang_ext.commands.datastore.model_tokenizer import ModelTokenizer
 
 INTERRUPTED = 130
 # Texts tokenized at a time; encodings take about 100 bytes per token.

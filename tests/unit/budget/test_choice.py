@@ -5,7 +5,14 @@ import time
 import numpy as np
 import pytest
 
-from sglang_ext.budget.choice import CAUTION, Calibration, choose_nodes, choose_width, knee, token_grid
+from sglang_ext.budget.choice import (
+    CAUTION,
+    Calibration,
+    choose_nodes,
+    choose_width,
+    knee,
+    token_grid,
+)
 from sglang_ext.budget.cost_model import NODE_READS, CostModel
 
 # Relative costs of 1..64 tokens through prepacked fp32 layers (shared/facts.md).

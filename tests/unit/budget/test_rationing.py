@@ -2,7 +2,12 @@
 
 import itertools
 
-from sglang_ext.budget.rationing import DRAFTING_SHARE, MOST_UNDRAFTED, MOST_VERIFIED, DraftingRation
+from sglang_ext.budget.rationing import (
+    DRAFTING_SHARE,
+    MOST_UNDRAFTED,
+    MOST_VERIFIED,
+    DraftingRation,
+)
 
 STEP_S = 0.1
 LOOK_S = 0.001

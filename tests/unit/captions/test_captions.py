@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.servers import processes
 from sglang_ext.cli import main
+from sglang_ext.servers import processes
 from speech.audio import SAMPLE_RATE, decode
 
 CLIP = Path(__file__).parents[4] / "shared" / "data" / "speech" / "jfk.flac"

@@ -19,10 +19,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from datastores import Datastore, DatastoreError
-from sglang_ext.commands.datastore import add_commands
-from sglang_ext.commands.datastore import build_progress
-from sglang_ext.commands.datastore.model_tokenizer import PIECE_BYTES, ModelTokenizer
+from sglang_ext.commands.datastore import add_commands, build_progress
 from sglang_ext.commands.datastore.build_progress import BuildProgress, Waiting, short
+from sglang_ext.commands.datastore.model_tokenizer import PIECE_BYTES, ModelTokenizer
 from sglang_ext.models import list_models
 
 VOCAB_SIZE = 600

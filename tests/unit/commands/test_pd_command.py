@@ -6,9 +6,9 @@ import socket
 import pytest
 
 from sglang_ext import cli
-from sglang_ext.disaggregation import transfer
 from sglang_ext.commands import pd
 from sglang_ext.commands.pd import check_command, plan_members
+from sglang_ext.disaggregation import transfer
 from sglang_ext.preflight import PreflightError
 from sglang_ext.servers.processes import free_port
 

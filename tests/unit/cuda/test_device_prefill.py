@@ -8,10 +8,10 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from scripts.emulation.overlap_loop import Allocator, LogitsOfStates, _assign_slots
-from sglang_ext.step import prefill_drafts
 from sglang_ext.cuda import prefill as module
 from sglang_ext.cuda.prefill import DevicePrefill
 from sglang_ext.drafters import Bias
+from sglang_ext.step import prefill_drafts
 from sglang_ext.step.known_tokens import KnownTokens
 from sglang_ext.step.relay import StepResult
 from sglang_ext.tree import TokenTree

@@ -8,9 +8,9 @@ import signal
 import pytest
 
 from scripts import fuzz_audio
+from scripts.fuzz_audio import decode_all, figures_of, outcome
 from scripts.lib.audio_mutations import CLASSES, mutant
 from scripts.lib.audio_seeds import missing, seeds
-from scripts.fuzz_audio import decode_all, figures_of, outcome
 from speech.audio import decode
 from speech.decoders import DecoderPool
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.gpu_kit import carry, features, schedule
-from scripts.gpu_kit import phase_runner
+from scripts.gpu_kit import carry, features, phase_runner, schedule
 from scripts.gpu_kit.attention_checks import RELATIVE_ERROR, Verify
 from scripts.gpu_kit.checkpoint import SHAPES, lag_vectors, rope_angles, write
 from scripts.gpu_kit.kit import Kit, Part

@@ -8,9 +8,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from scripts.lib.spec_bench import Prompt
 from scripts.lib.soak_client import Soak
 from scripts.lib.soak_requests import Traffic
+from scripts.lib.spec_bench import Prompt
 from scripts.soak_server import LIMITS, Sample, growth_figures, limits_broken, table
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.step.bias import BiasedRows, Expected, coins_of, prefer, prefer_next_tokens
 from sglang_ext.drafters import Bias
-from sglang_ext.tree import TokenTree, pack
+from sglang_ext.step.bias import BiasedRows, Expected, coins_of, prefer, prefer_next_tokens
 from sglang_ext.step.verify import accept_on_host
+from sglang_ext.tree import TokenTree, pack
 from tests.unit.step.test_verify import Multinomial, Sampling
 
 

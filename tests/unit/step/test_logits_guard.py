@@ -7,8 +7,8 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.step.logits_guard import LogitsGuard
-from sglang_ext.tree import TokenTree, pack
 from sglang_ext.step.verify import accept_on_host
+from sglang_ext.tree import TokenTree, pack
 from tests.unit.step.test_verify import Multinomial, Sampling, tree
 
 NAN, INF = float("nan"), float("inf")

@@ -8,11 +8,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from sglang_ext.step import planner
 from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.drafters import Bias, DrafterContext, DrafterError
-from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.options import Options
+from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.step.request_table import RequestOptionError, RequestOptions, ending_tokens
 from sglang_ext.tree import TokenTree, pack
 
@@ -64,7 +63,7 @@ def request(rid: str, output: list[int], max_new_tokens: int = 100, **params: An
 
 
 def planner(monkeypatch, budget: str = "fixed", **drafters: Any) -> DraftPlanner:
-    monkeypatch.setattr(planner, "load", lambda name, _context: drafters[name])
+    monkeypatch.setattr("sglang_ext.step.planner.load", lambda name, _context: drafters[name])
     names = list(drafters)
     options = Options(drafter=names[0], drafters=",".join(names), budget=budget)
     context = DrafterContext(vocab_size=50, options=options)

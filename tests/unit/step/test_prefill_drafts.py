@@ -7,8 +7,8 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_ext.step import prefill_drafts
 from sglang_ext.drafters import Bias
+from sglang_ext.step import prefill_drafts
 from sglang_ext.step.prefill_drafts import can_read_drafts, prefill_with_drafts, write_known
 from sglang_ext.tree import TokenTree
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.cpu.attention import VisibleSlots, verify_slots
-from sglang_ext.tree import TokenTree, pack
 from sglang_ext.step.verify import accept_on_host
+from sglang_ext.tree import TokenTree, pack
 
 VOCAB = 6
 GREEDY = SimpleNamespace(is_all_greedy=True)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.step.bias import Expected
 from sglang_ext.drafters import Bias
+from sglang_ext.step.bias import Expected
 from sglang_ext.step.step_plan import StepPlan, array_size, share, share_flag
 from sglang_ext.tree import TokenTree, pack
 

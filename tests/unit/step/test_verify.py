@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.tree import TokenTree, pack
 from sglang_ext.step.verify import accept_on_host
+from sglang_ext.tree import TokenTree, pack
 
 VOCAB = 6
 

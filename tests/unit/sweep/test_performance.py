@@ -9,8 +9,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from sglang_ext.commands.sweep import add_commands
-from sglang_ext.commands.sweep import plan_of
+from sglang_ext.commands.sweep import add_commands, plan_of
 from sglang_ext.sweep.performance import page, write_performance
 from sglang_ext.sweep.results import Results
 from sglang_ext.sweep.roofline import break_even_table, costs_of

@@ -5,9 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_ext.sweep.run_metrics import COLUMNS
-from sglang_ext.sweep.results import Results
-from sglang_ext.sweep.summary import summarize
 from sglang_ext.sweep.result_tables import (
     Table,
     categories,
@@ -17,6 +14,9 @@ from sglang_ext.sweep.result_tables import (
     overview,
     write_tables,
 )
+from sglang_ext.sweep.results import Results
+from sglang_ext.sweep.run_metrics import COLUMNS
+from sglang_ext.sweep.summary import summarize
 from tests.unit.sweep.finished_sweep import PLAN, batch, failed, write_sweep
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.sweep.run_metrics import COLUMNS
 from sglang_ext.sweep.plan import RATE, Point
 from sglang_ext.sweep.results import Results
+from sglang_ext.sweep.run_metrics import COLUMNS
 from sglang_ext.sweep.summary import Spread, summarize
 from tests.unit.sweep.finished_sweep import PLAN, batch, failed, write_sweep
 

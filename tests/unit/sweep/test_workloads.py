@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from sglang_ext.sweep import data_files
-from sglang_ext.sweep.scenarios import AGENT_STEPS
 from sglang_ext.sweep.item_source import SERVED_TIMES
+from sglang_ext.sweep.scenarios import AGENT_STEPS
 from sglang_ext.sweep.workloads import (
     DOCUMENT_QUESTIONS,
     MT_BENCH,

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sglang_ext.api.datastore import corpora
-from sglang_ext.api.datastore import protocol
+from sglang_ext.api.datastore import corpora, protocol
 from sglang_ext.api.datastore.control import serve
 
 

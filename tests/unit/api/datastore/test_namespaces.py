@@ -11,10 +11,10 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
-from sglang_ext.api.datastore import protocol
 from sglang_ext.api.app import extend
-from sglang_ext.api.datastore.control_client import call, call_all
+from sglang_ext.api.datastore import protocol
 from sglang_ext.api.datastore.control import ControlError, ControlServer, reply, serve
+from sglang_ext.api.datastore.control_client import call, call_all
 from sglang_ext.api.namespaces import with_header
 from sglang_ext.step.request_table import RequestOptionError
 

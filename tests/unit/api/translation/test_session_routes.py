@@ -10,8 +10,8 @@ from starlette.testclient import WebSocketDenialResponse
 from starlette.websockets import WebSocketDisconnect
 
 from sglang_ext.api.translation import session_routes
-from sglang_ext.api.translation.session_table import SessionTable
 from sglang_ext.api.translation.session_routes import Backend, add_routes
+from sglang_ext.api.translation.session_table import SessionTable
 from sglang_ext.api.translation.translator import Translator
 from sglang_ext.options import Options
 from tests.unit.api.asgi import Call

@@ -6,8 +6,9 @@ import tracemalloc
 
 import pytest
 
-from sglang_ext.api.translation import session_settings
 from sglang_ext.api.languages import NAMES
+from sglang_ext.api.transcription.uploads import ApiError
+from sglang_ext.api.translation import session_settings
 from sglang_ext.api.translation.session_settings import (
     SessionSettings,
     Update,
@@ -16,7 +17,6 @@ from sglang_ext.api.translation.session_settings import (
     parse_update,
     read_json,
 )
-from sglang_ext.api.transcription.uploads import ApiError
 
 LANGUAGES = {"source_language": "en", "target_language": "Brazilian Portuguese"}
 MODELS = ["fake", "/models/fake"]

@@ -6,13 +6,12 @@ import time
 
 import pytest
 
-from sglang_ext.api.translation import session
+from sglang_ext.api.transcription.uploads import ApiError
 from sglang_ext.api.translation import session_table
 from sglang_ext.api.translation.session import MOST_WAITING, Session
-from sglang_ext.api.translation.session_table import SessionTable
 from sglang_ext.api.translation.session_settings import SessionSettings, Update
+from sglang_ext.api.translation.session_table import SessionTable
 from sglang_ext.api.translation.translator import Translator
-from sglang_ext.api.transcription.uploads import ApiError
 from tests.unit.api.fake_manager import FakeManager
 
 
@@ -244,7 +243,7 @@ def drained(events):
 
 
 def test_a_slow_listener_loses_old_events_only(manager, monkeypatch):
-    monkeypatch.setattr(session, "_MOST_UNREAD", 3)
+    monkeypatch.setattr("sglang_ext.api.translation.session._MOST_UNREAD", 3)
 
     async def run():
         session = make(manager)

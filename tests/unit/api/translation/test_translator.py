@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from fastapi import HTTPException
 
+from sglang_ext.api.transcription.uploads import ApiError
 from sglang_ext.api.translation.session_settings import SessionSettings
 from sglang_ext.api.translation.translator import Translation, Translator
-from sglang_ext.api.transcription.uploads import ApiError
 from tests.unit.api.fake_manager import EOS, FakeManager
 
 SETTINGS = SessionSettings("English", "French", template="{target_language}:\n{source}")
