@@ -193,9 +193,9 @@ def run_report(args: argparse.Namespace) -> int:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Say how far two folders agree; returns the exit code (1: not within their spread)."""
-    from sglang_ext.sweep.repeatability import compare
     from sglang_ext.sweep.results import Results, ResultsError
     from sglang_ext.sweep.summary import summarize
+    from sglang_ext.sweep.sweep_comparison import compare
 
     try:
         first, second = (summarize(Results.read(path)) for path in (args.first, args.second))

@@ -1,19 +1,10 @@
-"""How far two sweeps of the same plan agree, and how far one says that they will."""
+"""How far another sweep of the same plan will agree with one."""
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 from scipy.stats import t as students_t
-
-from sglang_ext.sweep.methods import BASELINE
-from sglang_ext.sweep.plan import BATCH
-
-if TYPE_CHECKING:
-    from sglang_ext.sweep.summary import Row, Summary
 
 _CONFIDENCE = 0.95
 # Standard deviation of a median of three values or more by that of their mean, at most.
@@ -42,46 +33,3 @@ def agreement_limit(speedups: Sequence[Sequence[float]]) -> float | None:
     error = math.sqrt(2.0 * squares / degrees / fewest) * (_MEDIAN_BY_MEAN if fewest > 2 else 1.0)
     reach = float(students_t.ppf(1.0 - (1.0 - _CONFIDENCE) / 2.0 / len(logs), degrees))
     return 100.0 * math.expm1(reach * error)
-
-
-def compare(first: "Summary", second: "Summary") -> dict[str, float]:
-    """How far two sweeps agree: their medians of speedup, point by point.
-
-    Not of output_throughput: a machine may be faster an hour later, for all methods alike.
-
-    Returns:
-        points: with a speedup in both, in mode "batch"; median_difference_percent and
-        worst_difference_percent of these; within_spread_percent: how many of them differ by no
-        more than stated_spread_percent, the larger speedup_agreement_percent of the two, which is
-        left out, both are, where neither has repeated anything; throughput_difference_percent:
-        that of output_throughput in the median.
-    """
-    rows = [
-        (row, other)
-        for row in first.rows
-        if row.point.mode == BATCH and (other := second.row(row.point)) is not None
-    ]
-    differences = _differences([r for r in rows if r[0].point.method != BASELINE], "speedup")
-    if not len(differences):
-        return {"points": 0}
-    found = {
-        "points": len(differences),
-        "median_difference_percent": float(np.median(differences)),
-        "worst_difference_percent": float(differences.max()),
-        "throughput_difference_percent": float(np.median(_differences(rows, "output_throughput"))),
-    }
-    stated = [
-        limit
-        for limit in (s.figures().get("speedup_agreement_percent") for s in (first, second))
-        if limit is not None
-    ]
-    if stated:
-        found["stated_spread_percent"] = max(stated)
-        found["within_spread_percent"] = float(100.0 * (differences <= max(stated)).mean())
-    return found
-
-
-def _differences(rows: "Iterable[tuple[Row, Row]]", column: str) -> npt.NDArray[np.float64]:
-    """By how many percent two rows' medians differ, where both have one above 0."""
-    pairs = [(a, b) for x, y in rows if (a := x.median(column)) and (b := y.median(column))]
-    return np.array([200.0 * abs(a - b) / (a + b) for a, b in pairs])

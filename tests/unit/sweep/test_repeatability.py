@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_ext.sweep.repeatability import agreement_limit, compare
+from sglang_ext.sweep.repeatability import agreement_limit
 from sglang_ext.sweep.results import Results
 from sglang_ext.sweep.summary import summarize
+from sglang_ext.sweep.sweep_comparison import compare
 from tests.unit.sweep.finished_sweep import PLAN, write_sweep
 
 
