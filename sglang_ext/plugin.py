@@ -145,7 +145,7 @@ def _check_request_options() -> None:
     from sglang_ext.admission.sampling_params import check_custom_params
     from sglang_ext.api.namespaces import with_header
     from sglang_ext.drafters import find
-    from sglang_ext.step.request_table import RequestOptions
+    from sglang_ext.request_options import RequestOptions
 
     @cache
     def options() -> Options:

@@ -10,7 +10,7 @@ import msgspec
 
 from sglang_ext.admission.errors import AdmissionError, refusing
 from sglang_ext.admission.sampling_params import check_depth, check_ids, check_sampling, check_text
-from sglang_ext.step.request_table import shown
+from sglang_ext.request_options import shown
 
 # Deletions name a request by its id, in at most so many bytes (datastores).
 LONGEST_RID = 512

@@ -15,7 +15,7 @@ import msgspec
 
 from sglang_ext.admission.errors import AdmissionError
 from sglang_ext.admission.patterns import check_grammar, check_stop_regex
-from sglang_ext.step.request_table import shown
+from sglang_ext.request_options import shown
 
 _INT32 = (1 << 31) - 1
 _LARGEST_BIAS = 1e20

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from sglang_ext.step.request_table import RequestOptionError, check_namespace, shown
+from sglang_ext.request_options import RequestOptionError, check_namespace, shown
 
 _header_values: ContextVar[tuple[str, ...]] = ContextVar("sglang_ext_namespace", default=())
 

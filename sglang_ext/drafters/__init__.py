@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.options import Options
+from sglang_ext.request_options import NO_DRAFTER
 from sglang_ext.tree import TokenTree
 
 if TYPE_CHECKING:
     import torch
 
 ENTRY_POINT_GROUP = "sglang_ext.drafters"
-NO_DRAFTER = "none"
 
 
 @dataclass

@@ -19,7 +19,7 @@ from sglang_ext.drafters import Bias, DrafterContext, DraftRequest, load
 from sglang_ext.drafters.realignment import PreviousOutput
 from sglang_ext.drafters.session_outputs import Output, SessionOutputs, is_secret
 from sglang_ext.drafters.sssd import deletion_name, namespace_of
-from sglang_ext.step.request_table import shown
+from sglang_ext.request_options import shown
 from sglang_ext.tree import TokenTree, merged
 
 logger = logging.getLogger(__name__)

@@ -1,127 +1,23 @@
 """The requests that are decoding, and what each one asked of speculation."""
 
 import logging
-import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from datastores import DEFAULT_NAMESPACE
 from sglang_ext.budget.choice import Calibration
-from sglang_ext.drafters import NO_DRAFTER, Drafter, DraftRequest
+from sglang_ext.drafters import Drafter, DraftRequest
+from sglang_ext.request_options import NO_DRAFTER, RequestOptionError, RequestOptions
 from sglang_ext.whisper.encoder_decoder import audio_features
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
-
-
-_NAMESPACE = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
-# What a file name, a log line and a URL can all carry; request ids are shorter.
-_INGEST_NAME = re.compile(r"[!-~]{1,256}")
-
-
-class RequestOptionError(ValueError):
-    """A request's custom_params ask for something that is not there; the message names it."""
-
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """What one request may set in `custom_params`.
-
-    Attributes:
-        drafter: name of a loaded drafter, or "none" for plain decoding; None: the server's.
-        draft_length: most nodes drafted per step, 0 for plain decoding; None: the server's.
-        budget: "fixed" to verify all that is drafted, whether it pays or not (for measurements);
-            "auto" or None: the server's rule.
-        datastore: whether drafts may come from the datastore as well; else from the request's own
-            tokens alone.
-        ingest: whether its finished output may join the datastore.
-        namespace: whose served outputs it reads and joins, beside the shared corpora.
-        ingest_name: the name under which its output can be deleted; None: the request's id.
-    """
-
-    drafter: str | None = None
-    draft_length: int | None = None
-    budget: str | None = None
-    datastore: bool = True
-    ingest: bool = True
-    namespace: str = DEFAULT_NAMESPACE
-    ingest_name: str | None = None
-
-    @classmethod
-    def parse(cls, params: Mapping[str, Any] | None, drafters: Iterable[str]) -> "RequestOptions":
-        """Read a request's `custom_params`; keys that are not ours are left alone.
-
-        Raises:
-            RequestOptionError: a value is of the wrong type or names no loaded drafter.
-        """
-        params = params or {}
-        drafter, length = params.get("drafter"), params.get("draft_length")
-        switches = {name: params.get(name, True) for name in ("datastore", "ingest")}
-        names = [NO_DRAFTER, *drafters]
-        if drafter is not None and drafter not in names:
-            raise RequestOptionError(
-                f"custom_params.drafter must be one of {', '.join(names)}, got {drafter!r}"
-            )
-        if length is not None and (
-            not isinstance(length, int) or isinstance(length, bool) or length < 0
-        ):
-            raise RequestOptionError(
-                f"custom_params.draft_length must be a whole number of at least 0, got {length!r}"
-            )
-        budget = params.get("budget")
-        if budget not in (None, "auto", "fixed"):
-            raise RequestOptionError(
-                f"custom_params.budget must be auto or fixed, got {shown(budget)}"
-            )
-        for name, value in switches.items():
-            if not isinstance(value, bool):
-                raise RequestOptionError(
-                    f"custom_params.{name} must be true or false, got {shown(value)}"
-                )
-        namespace = params.get("namespace")
-        if namespace is not None:
-            check_namespace(namespace, "custom_params.namespace")
-        ingested = params.get("ingest_name")
-        if ingested is not None and not (
-            isinstance(ingested, str) and _INGEST_NAME.fullmatch(ingested)
-        ):
-            raise RequestOptionError(
-                "custom_params.ingest_name must be 1 to 256 visible ASCII characters, got "
-                + shown(ingested)
-            )
-        return cls(
-            drafter, length, budget, **switches, namespace=namespace or DEFAULT_NAMESPACE,
-            ingest_name=ingested,
-        )  # fmt: skip
-
-
-def check_namespace(name: Any, field: str) -> str:
-    """`name`, if it can name a namespace.
-
-    Args:
-        field: what to call it in the message.
-
-    Raises:
-        RequestOptionError: it cannot.
-    """
-    if isinstance(name, str) and _NAMESPACE.fullmatch(name):
-        return name
-    raise RequestOptionError(
-        f"{field} must be 1 to 128 characters of A-Z a-z 0-9 . _ : @ -, got {shown(name)}"
-    )
-
-
-def shown(value: Any) -> str:
-    """A client's value for a message: quoted, and not longer than a line."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
 
 
 @dataclass

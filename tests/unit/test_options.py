@@ -6,8 +6,8 @@ import pytest
 
 from sglang_ext.options import OptionError, Options, add_flags, export_flags
 from sglang_ext.preflight import PreflightError, check_port
+from sglang_ext.request_options import RequestOptionError, RequestOptions
 from sglang_ext.servers.flags import flag_value, set_flag
-from sglang_ext.step.request_table import RequestOptionError, RequestOptions
 
 
 def test_defaults_need_no_environment():
@@ -65,7 +65,7 @@ def test_loaded_drafters_has_no_doubles_and_no_none():
 
 def test_request_options_leave_foreign_keys_alone():
     options = RequestOptions.parse({"drafter": "none", "draft_length": 3, "mine": 1}, ["sssd"])
-    assert options == RequestOptions("none", 3)
+    assert options == RequestOptions(drafter="none", draft_length=3)
     options = RequestOptions.parse({"namespace": "acme:eu-1@x.y_z", "ingest_name": "job/7"}, [])
     assert options.namespace == "acme:eu-1@x.y_z" and options.ingest_name == "job/7"
     assert RequestOptions.parse(None, []) == RequestOptions()

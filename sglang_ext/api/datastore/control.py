@@ -19,7 +19,7 @@ import numpy as np
 from datastores import Datastore, DatastoreError, DeletionPending
 from sglang_ext.api.datastore import protocol
 from sglang_ext.drafters.named_corpora import Corpora
-from sglang_ext.step.request_table import RequestOptionError, check_namespace
+from sglang_ext.request_options import RequestOptionError, check_namespace
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import numpy as np
 from sglang_ext.api.datastore import protocol
 from sglang_ext.api.datastore.control import ControlError
 from sglang_ext.api.datastore.control_client import call_all
-from sglang_ext.step.request_table import shown
+from sglang_ext.request_options import shown
 
 # A longer line is hardly one document, and tokenizing it takes 100 times its size in memory.
 MAX_LINE_BYTES = 16 << 20

@@ -37,7 +37,7 @@ from sglang_ext.api.translation.session_table import SessionTable
 from sglang_ext.api.translation.session_update import Message, RunningUpdate
 from sglang_ext.api.translation.translator import Translator
 from sglang_ext.options import Options
-from sglang_ext.step.request_table import RequestOptionError, check_namespace
+from sglang_ext.request_options import RequestOptionError, check_namespace
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from fastapi import Request
 
 from sglang_ext.api.languages import NAMES
 from sglang_ext.api.transcription.uploads import ApiError
-from sglang_ext.step.request_table import shown
+from sglang_ext.request_options import shown
 
 _BODY_S = 30.0
 _LONGEST_TEMPLATE = 8000

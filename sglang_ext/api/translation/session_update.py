@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_ext.api.transcription.uploads import ApiError
 from sglang_ext.api.translation.translator import OnText
-from sglang_ext.step.request_table import shown
+from sglang_ext.request_options import shown
 
 Message = dict[str, Any]
 Work = Callable[[OnText], Coroutine[Any, Any, Message]]

@@ -11,8 +11,9 @@ import pytest
 from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.drafters import Bias, DrafterContext, DrafterError
 from sglang_ext.options import Options
+from sglang_ext.request_options import RequestOptionError, RequestOptions
 from sglang_ext.step.planner import DraftPlanner
-from sglang_ext.step.request_table import RequestOptionError, RequestOptions, ending_tokens
+from sglang_ext.step.request_table import ending_tokens
 from sglang_ext.tree import TokenTree, pack
 
 FLAT_COST = {1: 1.0, 64: 1.0}

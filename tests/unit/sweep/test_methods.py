@@ -45,7 +45,7 @@ def test_workloads_of_two_kinds_are_compared_by_methods_that_decode_both():
 def test_what_our_drafters_are_asked_for_is_what_they_take():
     from sglang_ext.drafters.specasr import WhisperDrafter
     from sglang_ext.drafters.ssbd import RetranslationDrafter
-    from sglang_ext.step.request_table import RequestOptions
+    from sglang_ext.request_options import RequestOptions
 
     for made in METHODS.values():
         RequestOptions.parse(made.params, ("sssd", "pld", "rest", "suffix", "ssbd", "specasr"))

@@ -16,7 +16,7 @@ from sglang_ext.api.datastore import protocol
 from sglang_ext.api.datastore.control import ControlError, ControlServer, reply, serve
 from sglang_ext.api.datastore.control_client import call, call_all
 from sglang_ext.api.namespaces import with_header
-from sglang_ext.step.request_table import RequestOptionError
+from sglang_ext.request_options import RequestOptionError
 
 HEADER = "x-tenant"
 

@@ -1,0 +1,113 @@
+"""What a request may set in `custom_params` for speculation, and how its mistakes are told."""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+
+from datastores import DEFAULT_NAMESPACE
+
+NO_DRAFTER = "none"
+"""A request's or a server's drafter of this name: plain decoding."""
+
+_NAMESPACE = r"[A-Za-z0-9._:@-]{1,128}"
+# What a file name, a log line and a URL can all carry; request ids are shorter.
+_INGEST_NAME = r"[!-~]{1,256}"
+_EXPECTED = {
+    "draft_length": "a whole number of at least 0",
+    "budget": "auto or fixed",
+    "datastore": "true or false",
+    "ingest": "true or false",
+    "namespace": "1 to 128 characters of A-Z a-z 0-9 . _ : @ -",
+    "ingest_name": "1 to 256 visible ASCII characters",
+}
+
+
+class RequestOptionError(ValueError):
+    """A request's custom_params ask for something that is not there; the message names it."""
+
+
+class RequestOptions(BaseModel):
+    """What one request may set in `custom_params`; other keys there are its drafter's own.
+
+    Attributes:
+        drafter: name of a loaded drafter, or "none" for plain decoding; None: the server's.
+        draft_length: most nodes drafted per step, 0 for plain decoding; None: the server's.
+        budget: "fixed" to verify all that is drafted, whether it pays or not (for measurements);
+            "auto" or None: the server's rule.
+        datastore: whether drafts may come from the datastore as well; else from the request's own
+            tokens alone.
+        ingest: whether its finished output may join the datastore.
+        namespace: whose served outputs it reads and joins, beside the shared corpora.
+        ingest_name: the name under which its output can be deleted; None: the request's id.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+    drafter: str | None = None
+    draft_length: Annotated[int, Field(ge=0)] | None = None
+    budget: Literal["auto", "fixed"] | None = None
+    datastore: bool = True
+    ingest: bool = True
+    namespace: Annotated[str, StringConstraints(pattern=f"^{_NAMESPACE}$")] = DEFAULT_NAMESPACE
+    ingest_name: Annotated[str, StringConstraints(pattern=f"^{_INGEST_NAME}$")] | None = None
+
+    @field_validator("drafter", mode="before")
+    @classmethod
+    def _is_loaded(cls, drafter: Any, info: ValidationInfo) -> Any:
+        if drafter is not None and info.context is not None and drafter not in info.context:
+            raise ValueError("not loaded")
+        return drafter
+
+    @field_validator("namespace", mode="before")
+    @classmethod
+    def _default_where_none(cls, namespace: Any) -> Any:
+        return DEFAULT_NAMESPACE if namespace is None else namespace
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Any] | None, drafters: Collection[str]) -> "RequestOptions":
+        """Read a request's `custom_params`; keys that are not ours are left alone.
+
+        Args:
+            drafters: names of the drafters that the server has loaded.
+
+        Raises:
+            RequestOptionError: a value is of the wrong type or names no loaded drafter.
+        """
+        names = [NO_DRAFTER, *drafters]
+        try:
+            return cls.model_validate(dict(params or {}), context=names)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+        name, value = first["loc"][0], first["input"]
+        expected = f"one of {', '.join(names)}" if name == "drafter" else _EXPECTED[str(name)]
+        raise RequestOptionError(f"custom_params.{name} must be {expected}, got {shown(value)}")
+
+
+def check_namespace(name: Any, field: str) -> str:
+    """`name`, if it can name a namespace.
+
+    Args:
+        field: what to call it in the message.
+
+    Raises:
+        RequestOptionError: it cannot.
+    """
+    if isinstance(name, str) and re.fullmatch(_NAMESPACE, name):
+        return name
+    raise RequestOptionError(f"{field} must be {_EXPECTED['namespace']}, got {shown(name)}")
+
+
+def shown(value: Any) -> str:
+    """A client's value for a message: quoted, and not longer than a line."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
