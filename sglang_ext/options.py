@@ -30,8 +30,8 @@ class Options:
 
     drafter: str = _option(
         "",
-        "drafter of requests that name none: sssd, specasr, none, or an installed plugin's name; "
-        "empty: specasr where a draft model is given, else sssd",
+        "drafter of requests that name none: `sssd`, `specasr`, an installed plugin's name, or "
+        "`none` for plain decoding; empty: `specasr` where a draft model is given, else `sssd`",
     )
     drafters: str = _option(
         "", "further drafters to load, comma-separated, that requests may choose"
@@ -43,11 +43,14 @@ class Options:
     datastore_max_tokens: int = _option(
         0,
         "served tokens that the datastore holds at most, oldest dropped first; "
-        "0: 8 million in memory, 8 x 512 million in a folder",
+        "0: 8 million in memory (where the largest namespace's oldest go first), 8 x 512 million "
+        "in a folder",
         low=0,
     )
     datastore_fold_tokens: int = _option(
-        1 << 20, "tokens after which the datastore's log becomes a sub-index file", low=1
+        1 << 20,
+        "a log of the datastore with so many tokens (or 5 minutes old) becomes a sub-index file",
+        low=1,
     )
     datastore_shared: bool = _option(
         False,
@@ -56,7 +59,7 @@ class Options:
     )
     namespace_header: str = _option(
         "x-sglang-ext-namespace",
-        "HTTP header that names a request's namespace; empty: custom_params.namespace only",
+        "HTTP header that names a request's namespace; empty: `custom_params.namespace` only",
         pattern=_HEADER_NAME,
         expected="letters, digits and hyphens",
     )
@@ -94,7 +97,12 @@ class Options:
     websocket_message_kb: int = _option(
         1024, "longest message of a WebSocket, in KiB", low=64, high=1 << 20
     )
-    prefix_length: int = _option(8, "SSSD: longest matched prefix, P", low=1, high=12)
+    prefix_length: int = _option(
+        8,
+        "SSSD: longest matched prefix, P (the paper's 4 drafts less where text repeats)",
+        low=1,
+        high=12,
+    )
     branch_length: int = _option(
         12, "SSSD: longest retrieved continuation, in tokens", low=1, high=64
     )
@@ -110,8 +118,8 @@ class Options:
     )
     budget: str = _option(
         "auto",
-        "nodes verified per request: auto (measured gain against measured cost) or fixed "
-        "(always --speculative-num-draft-tokens)",
+        "nodes verified per request: `auto`, as many as pay by measured gain and cost, none where "
+        "drafts do not; `fixed`, always `--speculative-num-draft-tokens`",
         choices=("auto", "fixed"),
     )
     budget_knee: int = _option(
@@ -122,8 +130,8 @@ class Options:
     )
     cuda_widths: str = _option(
         "",
-        "nodes per request for which verify steps get CUDA graphs, comma-separated, beside "
-        "--speculative-num-draft-tokens and plain decode steps; empty: 2, 4, 8, 16, ...",
+        "nodes per request for which verify steps get CUDA graphs, as `2,4,8`, beside plain decode "
+        "steps and `--speculative-num-draft-tokens`; empty: 2, 4, 8, ... up to that",
         pattern=r"|(?:[2-9]|[1-9]\d)(?:,(?:[2-9]|[1-9]\d))*",
         expected="whole numbers of 2 to 99, comma-separated",
     )
@@ -132,11 +140,15 @@ class Options:
     )
     specasr_mode: str = _option(
         "tsp",
-        "SpecASR: tsp (two-pass sparse tree), recycling, asp (adaptive single sequence) or fixed",
+        "SpecASR: `tsp` (two-pass sparse tree), `recycling`, `asp` (adaptive single sequence) or "
+        "`fixed`",
         choices=("tsp", "recycling", "asp", "fixed"),
     )
     asp_length: int = _option(
-        0, "SpecASR: most tokens of a drafted sequence; 0: 32 in mode tsp, else 24", low=0, high=64
+        0,
+        "SpecASR: most tokens of a drafted sequence; 0: 32 in mode `tsp`, else 24",
+        low=0,
+        high=64,
     )
     asp_threshold: float = _option(
         0.4,
@@ -155,7 +167,7 @@ class Options:
         600.0, "SSBD: a session that was not used so long is forgotten, in seconds", low=1.0
     )
     oracle_file: str = _option(
-        "", "JSONL of token id lists that the drafter 'oracle' proposes (for checks)"
+        "", "JSONL of token id lists that the drafter `oracle` proposes (for checks)"
     )
     transcription_max_upload_mb: int = _option(
         512, "largest audio file that a client may post, in MiB", low=1
@@ -170,7 +182,10 @@ class Options:
         4, "processes that decode what clients send as audio", low=1, high=256
     )
     audio_queue: int = _option(
-        64, "audio files that may wait for such a process; more get a 503", low=1, high=4096
+        64,
+        "audio files that may wait for a process that decodes them; more get a 503",
+        low=1,
+        high=4096,
     )
     audio_decoder_memory_mb: int = _option(
         256, "memory that decoding one audio file may take, in MiB", low=32
@@ -193,8 +208,8 @@ class Options:
     )
     word_aligner: str = _option(
         "",
-        "Whisper that times the words, a folder or a name of `sglang-ext models list`; "
-        "empty: the draft model where it speaks the language, else the served one; none: no words",
+        "Whisper that times the words, a folder or a name of `sglang-ext models list`; empty: the "
+        "draft model where it speaks the language, else the served one; `none`: no word times",
     )
 
     @classmethod
