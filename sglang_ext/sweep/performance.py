@@ -2,13 +2,13 @@
 
 import inspect
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from sglang_ext.sweep.methods import METHODS
 from sglang_ext.sweep.plan import Plan
 from sglang_ext.sweep.plots import ENDINGS, Plot, save, style, write_plots
+from sglang_ext.sweep.provenance import machine
 from sglang_ext.sweep.result_tables import (
     CSV,
     Table,
@@ -82,7 +82,7 @@ def page(summary: Summary, plots: list[Plot], costs: Costs | None) -> str:
 
     parts = [
         "<!-- Made by `sglang-ext sweep report DIR --performance docs`; not edited by hand. -->\n"
-        f"# Performance\n\n{model_name(summary)}, {_machine(summary.environment)}. "
+        f"# Performance\n\n{model_name(summary)}, {machine(summary.environment)}. "
         f"{described(summary)}\n",
         *_findings(summary),
         *_problems(summary),
@@ -214,17 +214,6 @@ def _command(plan: Plan) -> str:
     if plan.server_flags:
         parts.append(f"--server-flags={shlex.quote(shlex.join(plan.server_flags))}")
     return " \\\n    ".join(["sglang-ext sweep --out results", *parts])
-
-
-def _machine(environment: Mapping[str, Any]) -> str:
-    """As "AMD EPYC, 2 cores (2 threads), 24 GB"."""
-    names = [*(environment.get("gpus") or []), environment.get("cpu") or "an unknown CPU"]
-    text = ", ".join(names)
-    if "cores" in environment:
-        text += f", {environment['cores']} cores"
-    if "threads" in environment:
-        text += f" ({environment['threads']} threads)"
-    return text + (f", {environment['memory_gb']:g} GB" if "memory_gb" in environment else "")
 
 
 def _picture(plot: Plot) -> str:

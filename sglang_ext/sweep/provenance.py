@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,17 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for name in _COMPARED
         if name in before and before[name] != now[name]
     ]
+
+
+def machine(environment: Mapping[str, Any]) -> str:
+    """What `collect` gave, as "AMD EPYC, 2 cores (2 threads), 24 GB"."""
+    names = [*(environment.get("gpus") or []), environment.get("cpu") or "an unknown CPU"]
+    text = ", ".join(names)
+    if "cores" in environment:
+        text += f", {environment['cores']} cores"
+    if "threads" in environment:
+        text += f" ({environment['threads']} threads)"
+    return text + (f", {environment['memory_gb']:g} GB" if "memory_gb" in environment else "")
 
 
 def forward_costs(model_path: str) -> list[dict[str, Any]]:

@@ -4,9 +4,19 @@ import json
 
 import pytest
 
-from scripts import bench_specasr
-from scripts.bench_specasr import COUNTED, Row, Run, describe, referenced, summarize
+from scripts.bench_specasr import describe, referenced
+from scripts.lib.result_page import aligned
 from scripts.lib.served_metrics import parse_metrics
+from scripts.lib.specasr_page import table, write_page
+from scripts.lib.specasr_runs import (
+    COUNTED,
+    Row,
+    Run,
+    counted_late,
+    mismatches,
+    prefill_excess,
+    summarize,
+)
 from scripts.lib.speech_client import MODES, Transcript
 from scripts.lib.word_errors import WordErrors
 from tests.unit.scripts.test_speech_data import tone
@@ -19,7 +29,8 @@ sglang_ext:accept_length_bucket{le="1.0",model_name="whisper"} 3.0
 sglang_ext:accept_length_sum{model_name="whisper"} 40.0
 sglang_ext:accept_length_count{model_name="whisper"} 1e+01
 sglang_ext:drafter{model_name="whisper",name="draft_steps"} 70.0
-sglang_ext:drafter{name="decoded_tokens",model_name="whisper"} 33.0
+sglang_ext:drafter{name="decoded_tokens",model_name="a\\\\b,c\\n} 9"} 33.0
+sglang_ext:drafter{name="a,b=\\"c\\""} 4.0
 sglang:num_running_reqs{model_name="whisper"} 2.0
 """
 
@@ -32,6 +43,7 @@ def test_metrics_are_read_by_name():
         "accept_length_count": 10.0,
         "drafter.draft_steps": 70.0,
         "drafter.decoded_tokens": 33.0,
+        'drafter.a,b="c"': 4.0,
     }
 
 
@@ -73,9 +85,9 @@ def test_the_median_repeat_counts_and_a_disturbed_one_does_not():
 
 def test_drafts_accepted_in_plain_decoding_are_another_requests():
     made = rows()
-    assert not bench_specasr.counted_late(made)
+    assert not counted_late(made)
     made["AR"].runs[0].append(run(drafter_accepted_tokens=3))
-    assert bench_specasr.counted_late(made)
+    assert counted_late(made)
 
 
 def test_plain_decoding_has_no_drafts_to_accept():
@@ -115,7 +127,7 @@ def test_what_prefills_take_longer_is_the_decoders_time():
     )
     slow = [1.04, 1.05, 9.0], [2.05, 1.0, 2.06]  # two disturbed
     tsp = Row([[run(prefill_decoder_seconds_total=s) for s in repeats] for repeats in slow])
-    tsp.prefill_excess = bench_specasr.prefill_excess(tsp, plain)
+    tsp.prefill_excess = prefill_excess(tsp, plain)
     assert tsp.prefill_excess == pytest.approx(2 * 0.05)
     assert tsp.decoder_seconds == tsp.target_seconds == pytest.approx(0.1)
 
@@ -124,7 +136,7 @@ def test_every_run_that_differs_from_plain_decoding_counts():
     changed = rows()
     changed["TSP"].runs[0].append(run(tokens=(1, 2)))
     changed["(8,1)"].runs[0] = [run(tokens=(1, 2, 4))]
-    assert bench_specasr.mismatches(changed) == 2
+    assert mismatches(changed) == 2
 
 
 def test_word_errors_are_counted_after_the_normalizer():
@@ -155,16 +167,30 @@ def test_an_enlarged_target_is_named_so(tmp_path):
     assert "24 layers, d_model 1024, 16 heads" in text
 
 
-def test_the_table_prints_every_mode(capsys):
+def test_the_table_has_every_mode():
     wers = dict.fromkeys(MODES, 0.05)
-    bench_specasr.table(rows(), wers, 0.07, 20.0, "some target")
-    out = capsys.readouterr().out
-    assert "some target; 20 s of audio, batch 1; WER of the draft alone 7.0%" in out
-    for name in MODES:
-        assert any(line.startswith(name + " ") for line in out.splitlines())
-    tsp = next(line for line in out.splitlines() if line.startswith("TSP  "))
-    # WER, rounds, draft steps, predicted, accepted, acceptance | draft, target, total ms, ratios
-    assert tsp.split() == [
-        "TSP", "5.0%", "5", "9", "3.00", "2.00", "75.0%", "|", "125", "375", "500", "3.00",
-        "1.00", "0", "0", "1000",
-    ]  # fmt: skip
+    shown = table(rows(), wers, 20.0, "some target")
+    assert shown.title == "some target; 20 s of audio, batch 1"
+    assert [row[0] for row in shown.rows] == list(MODES)
+    assert dict(zip(shown.header, next(r for r in shown.rows if r[0] == "TSP"), strict=True)) == {
+        "mode": "TSP", "WER": "5.0%", "rounds": "5", "draft steps": "9", "predicted/round": "3.00",
+        "accepted/round": "2.00", "decoding acceptance": "75.0%", "draft ms/10s": "125",
+        "target ms/10s": "375", "decoder ms/10s": "500", "vs AR": "3.00",
+        "vs best baseline": "1.00", "prefill +ms/10s": "0", "draft encoder ms/10s": "0",
+        "request ms/10s": "1000",
+    }  # fmt: skip
+    lines = aligned(shown).splitlines()
+    assert lines[1].startswith("mode ") and len({len(line) for line in lines[1:]}) == 1
+
+
+def test_the_page_has_the_table_its_plot_and_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["/x/scripts/bench_specasr.py", "--docs", "a b"])
+    wers = dict.fromkeys(MODES, 0.05)
+    figures = summarize(rows(), 20.0) | {
+        "wer_target": 0.05, "wer_specasr": 0.05, "wer_draft": 0.07, "audio_seconds": 20.0,
+    }  # fmt: skip
+    write_page(tmp_path, rows(), table(rows(), wers, 20.0, "some target"), figures)
+    page = (tmp_path / "measured" / "specasr.md").read_text()
+    assert "python -m scripts.bench_specasr --docs 'a b'" in page
+    assert "draft model alone 7.0%" in page and "| TSP | 5.0% |" in page
+    assert "](specasr.svg)" in page and (tmp_path / "measured" / "specasr.svg").stat().st_size
