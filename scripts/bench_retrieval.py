@@ -4,7 +4,8 @@ Fills datastores of 1M, 10M and 100M+ tokens with real text (this machine's sour
 documentation, or --tokens FILE), holding back 60 documents drawn with seed 0, whose beginnings
 are the requests. No model runs: replay takes each held-back document for the answer.
 
-    python -m scripts.bench_retrieval [--tokens FILE.npy --vocab-size N] [--quick] [--json FILE]
+    python -m scripts.bench_retrieval [--tokens FILE.npy --vocab-size N] [--quick] [--docs DIR]
+        [--json FILE]
 """
 
 import os
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from datastores.input_trie import InputTrie
 from datastores.replay import replay
 from scripts.lib.figures import parser, report
 from scripts.lib.machine_text import Documents, machine_text, tokenizer_size
+from scripts.lib.result_page import ResultPage, add_docs_flag, aligned
+from sglang_ext.sweep.result_tables import Table
 
 FULL_TOKENS = 112_000_000
 QUICK_TOKENS = 12_000_000
@@ -40,6 +43,15 @@ OUTPUT_TOKENS = 400
 OUTPUTS_PER_SECOND = 50
 FOLD_TOKENS = 1 << 16
 WEIGHTS = 1 << 24  # float32: 64 MB, twice the last-level cache here
+
+
+READING = """\
+No model runs here. **s_q** is what a step verifies, the root included; a search drafts for all
+requests of a batch. Replay takes each held-back document for the answer (as SSSD's Fig. 4a):
+accepted tokens are those of its beginning that drafts hold, the bonus token included."""
+
+# Figures by name, and the table that shows them.
+Measured = tuple[dict[str, float], Table]
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,7 @@ def main() -> int:
     args.add_argument(
         "--tokens", type=Path, metavar="FILE", help="object array of documents (.npy)"
     )
+    add_docs_flag(args)
     args.add_argument("--vocab-size", type=int, help="ids are below this [largest id + 1]")
     options = args.parse_args()
     if options.tokens:
@@ -79,12 +92,20 @@ def main() -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-retrieval-")))
         built = build_all(documents, order[HELD_BACK:], vocab_size, folder, stack)
-        figures = {"tokens": built[-1].tokens, **describe(built)}
-        figures |= measure_sizes(built, held_back, rounds)
-        figures["growth_10m_to_100m"] = measure_growth(built, held_back, rounds)
-        figures |= measure_loaded(built[-1], held_back, documents, 4 * rounds)
-        figures |= measure_replay(built[-1].store.snapshot(), held_back)
+        figures: dict[str, float] = {"tokens": built[-1].tokens}
+        tables = []
+        for made, table in (
+            describe(built),
+            measure_sizes(built, held_back, rounds),
+            measure_growth(built, held_back, rounds),
+            measure_loaded(built[-1], held_back, documents, 4 * rounds),
+            measure_replay(built[-1].store.snapshot(), held_back),
+        ):
+            figures |= made
+            tables.append(table)
     report(figures, options.json)
+    if options.docs:
+        write_page(options.docs, figures, tables)
     return 0
 
 
@@ -125,19 +146,27 @@ def build_all(
     return built
 
 
-def describe(built: Sequence[Built]) -> dict[str, float]:
+def describe(built: Sequence[Built]) -> Measured:
     """Memory and building."""
-    print(f"\n{'tokens':>12} {'sub-indices':>12} {'bytes/token':>12} {'build tokens/s':>15}")
+    rows = []
     for b in built:
         info = b.store.info()
-        print(
-            f"{b.tokens:>12,} {info.sub_indices:>12} {info.bytes_per_token:>12.3f} "
-            f"{b.tokens / b.seconds:>15,.0f}"
-        )
-    return {
+        rows.append((
+            f"{b.tokens:,}", str(info.sub_indices), f"{info.bytes_per_token:.3f}",
+            f"{b.tokens / b.seconds:,.0f}",
+        ))  # fmt: skip
+    figures = {
         "bytes_per_token": built[-1].store.info().bytes_per_token,
         "build_tokens_per_s": built[-1].tokens / built[-1].seconds,
     }
+    header = ("tokens", "sub-indices", "bytes/token", "build tokens/s")
+    return figures, shown(Table("Memory and building", header, rows))
+
+
+def shown(table: Table) -> Table:
+    """The table, printed."""
+    print(f"\n{aligned(table)}", flush=True)
+    return table
 
 
 # -- latency -------------------------------------------------------------------------------
@@ -183,14 +212,10 @@ def percentiles(times: Sequence[float]) -> tuple[float, float]:
     return float(p50), float(p99)
 
 
-def measure_sizes(
-    built: Sequence[Built], held_back: Sequence[np.ndarray], rounds: int
-) -> dict[str, float]:
+def measure_sizes(built: Sequence[Built], held_back: Sequence[np.ndarray], rounds: int) -> Measured:
     """The table of latencies; nothing else runs."""
-    print(f"\nlatency in ms, p50 / p99 of {rounds} searches, {cores()} cores")
-    header = "".join(f"{f's_q {s_q}':>18}" for s_q in WIDTHS)
-    print(f"{'tokens':>8} {'batch':>6}{header}")
     figures: dict[str, float] = {}
+    rows = []
     for b in built:
         snapshot = b.store.snapshot()
         for batch in BATCHES:
@@ -198,11 +223,13 @@ def measure_sizes(
             for s_q, requests in steps(held_back, batch, rounds, WIDTHS):
                 times[s_q].append(timed(requests.tries, snapshot, s_q))
             cells = [percentiles(times[s_q]) for s_q in WIDTHS]
-            text = "".join(f"{f'{p50:.3f} / {p99:.3f}':>18}" for p50, p99 in cells)
-            print(f"{b.label:>8} {batch:>6}{text}")
+            texts = (f"{p50:.3f} / {p99:.3f}" for p50, p99 in cells)
+            rows.append((b.label, str(batch), *texts))
             if b is built[-1] and batch == 1:
                 figures["p50_ms_b1_sq16"] = percentiles(times[16])[0]
-    return figures
+    title = f"Latency in ms, p50 / p99 of {rounds} searches, {cores()} cores"
+    header = ("tokens", "batch", *(f"s_q {s_q}" for s_q in WIDTHS))
+    return figures, shown(Table(title, header, rows))
 
 
 def steps(
@@ -216,7 +243,9 @@ def steps(
             yield kind, requests[kind]
 
 
-def measure_growth(built: Sequence[Built], held_back: Sequence[np.ndarray], rounds: int) -> float:
+def measure_growth(
+    built: Sequence[Built], held_back: Sequence[np.ndarray], rounds: int
+) -> Measured:
     """p50 at batch 64, s_q 16: the largest size over the one before it, measured in turns."""
     snapshots = [b.store.snapshot() for b in built[-2:]]
     times: list[list[float]] = [[], []]
@@ -226,11 +255,10 @@ def measure_growth(built: Sequence[Built], held_back: Sequence[np.ndarray], roun
         for which in (0, 1) if i % 2 else (1, 0):
             times[which].append(timed(requests.tries, snapshots[which], 16))
     small, large = (percentiles(t)[0] for t in times)
-    print(
-        f"\nbatch 64, s_q 16, in turns: {small:.3f} ms at {built[-2].label}, "
-        f"{large:.3f} ms at {built[-1].label}: {large / small:.2f}x"
-    )
-    return large / small
+    header = (built[-2].label, built[-1].label, "ratio")
+    row = (f"{small:.3f}", f"{large:.3f}", f"{large / small:.2f}x")
+    table = Table("Growth with size: p50 in ms at batch 64, s_q 16, in turns", header, [row])
+    return {"growth_10m_to_100m": large / small}, shown(table)
 
 
 class Load:
@@ -267,7 +295,7 @@ class Load:
 
 def measure_loaded(
     built: Built, held_back: Sequence[np.ndarray], documents: Documents, rounds: int
-) -> dict[str, float]:
+) -> Measured:
     """p50 and p99 at batch 64, s_q 16, while outputs come in and logs are folded.
 
     Once one search after another, and once each after as many weights were read as push all else
@@ -290,28 +318,32 @@ def measure_loaded(
     seconds = time.perf_counter() - began
     info = store.info()
     served = sum(info.namespaces.values())
-    print(
-        f"\nbatch 64, s_q 16, {built.label}, while {load.added / seconds:.0f} outputs of up to "
-        f"{OUTPUT_TOKENS} tokens a second come in ({load.dropped} dropped) and are folded "
-        f"({served - info.unfolded_tokens:,} of {served:,} tokens), {rounds} searches each:"
-    )
+    rows = []
     for cold, label in ((False, "one after another"), (True, "with cold caches")):
-        p50, p99 = percentiles(times[cold])
-        print(f"{label:18} p50 {p50:.3f} ms, p99 {p99:.3f} ms, longest {max(times[cold]):.3f} ms")
+        cells = (*percentiles(times[cold]), max(times[cold]))
+        rows.append((label, *(f"{cell:.3f}" for cell in cells)))
     p50, p99 = percentiles(times[False])
     cold50, cold99 = percentiles(times[True])
-    return {
+    figures = {
         "p50_ms_b64_sq16": p50,
         "p99_ms_b64_sq16": p99,
         "p50_ms_b64_sq16_cold": cold50,
         "p99_ms_b64_sq16_cold": cold99,
     }
+    note = (
+        f"{load.added / seconds:.0f} outputs of up to {OUTPUT_TOKENS} tokens a second come in "
+        f"({load.dropped} dropped) and are folded ({served - info.unfolded_tokens:,} of "
+        f"{served:,} tokens); {rounds} searches each. Cold: after as many weights were read as "
+        "push all else out of the caches, as a target's pass on the same processor does."
+    )
+    title = f"Under load: ms at batch 64, s_q 16, {built.label} tokens"
+    return figures, shown(Table(title, ("", "p50", "p99", "longest"), rows, note))
 
 
 # -- accepted tokens -----------------------------------------------------------------------
 
 
-def measure_replay(snapshot: Snapshot, held_back: Sequence[np.ndarray]) -> dict[str, float]:
+def measure_replay(snapshot: Snapshot, held_back: Sequence[np.ndarray]) -> Measured:
     """Accepted tokens per step, bonus included, by what is drafted from (the paper's Fig. 4a)."""
     both = RetrievalConfig()
     sources = {
@@ -319,8 +351,6 @@ def measure_replay(snapshot: Snapshot, held_back: Sequence[np.ndarray]) -> dict[
         "datastore only": RetrievalConfig(max_input_samples=0),
         "both": both,
     }
-    print(f"\naccepted tokens per step, {len(held_back)} held-back documents replayed")
-    print(f"{'':16}" + "".join(f"{f's_q {s_q}':>9}" for s_q in REPLAYED_WIDTHS))
     accepted: dict[str, list[float]] = {}
     for name, config in sources.items():
         lengths = [
@@ -328,14 +358,31 @@ def measure_replay(snapshot: Snapshot, held_back: Sequence[np.ndarray]) -> dict[
             for s_q in REPLAYED_WIDTHS
         ]
         accepted[name] = lengths
-        print(f"{name:16}" + "".join(f"{length:>9.3f}" for length in lengths))
     alone = sum(accepted[name][-1] - 1 for name in ("prompt only", "datastore only"))
     together = accepted["both"][-1] - 1
-    print(f"both together at s_q {REPLAYED_WIDTHS[-1]}: {together / alone:.1%} of both gains' sum")
-    return {
+    figures = {
         f"accepted_sq{s_q}": length
         for s_q, length in zip(REPLAYED_WIDTHS, accepted["both"], strict=True)
     }
+    rows = [(name, *(f"{length:.3f}" for length in accepted[name])) for name in accepted]
+    title = f"Accepted tokens per step, {len(held_back)} held-back documents replayed"
+    note = f"Both at s_q {REPLAYED_WIDTHS[-1]}: {together / alone:.1%} of the sum of both gains."
+    header = ("drafted from", *(f"s_q {s_q}" for s_q in REPLAYED_WIDTHS))
+    return figures, shown(Table(title, header, rows, note))
+
+
+def write_page(docs: Path, figures: Mapping[str, float], tables: Sequence[Table]) -> None:
+    """docs/measured/retrieval.md."""
+    findings = [
+        f"{figures['tokens'] / 1e6:.0f}M tokens of real text in {figures['bytes_per_token']:.2f} "
+        f"bytes a token, built at {figures['build_tokens_per_s']:,.0f} tokens/s.",
+        f"A search at batch 1, s_q 16: {figures['p50_ms_b1_sq16']:.3f} ms; at batch 64 under load "
+        f"p50 {figures['p50_ms_b64_sq16']:.3f} and p99 {figures['p99_ms_b64_sq16']:.3f} ms.",
+        f"Ten times the tokens take {figures['growth_10m_to_100m']:.2f} times as long.",
+        f"Accepted tokens per step at s_q 16, replayed: {figures['accepted_sq16']:.2f}.",
+    ]
+    title = "Retrieval: latency, size, and accepted tokens"
+    ResultPage("retrieval", title, findings, READING, tables).write(docs)
 
 
 def cores() -> int:
