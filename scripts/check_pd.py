@@ -11,7 +11,7 @@ Parts, each with servers of its own (`--parts`):
 - whisper: whether SGLang transcribes in this set-up.
 
     python -m scripts.check_pd [--prompts N] [--tokens N] [--long N] [--kills N] [--parts A,B]
-        [--quick] [--json FILE]
+        [--quick] [--docs DIR] [--json FILE]
 """
 
 import argparse
@@ -20,6 +20,8 @@ from collections.abc import Callable
 
 from scripts.lib import pd_kills, pd_shared, pd_tokens, pd_whisper
 from scripts.lib.figures import parser, report
+from scripts.lib.pd_page import write_page
+from scripts.lib.result_page import add_docs_flag
 from sglang_ext.disaggregation.transfer import check_transfer_backend
 from sglang_ext.preflight import PreflightError
 
@@ -38,6 +40,7 @@ def main() -> int:
     args.add_argument("--long", type=int, default=4, help="long prompts besides [4]")
     args.add_argument("--kills", type=int, default=20, help="kills, the processes in turn [20]")
     args.add_argument("--parts", default=",".join(PARTS), help="which ones [all]")
+    add_docs_flag(args)
     options = args.parse_args()
     chosen = options.parts.split(",")
     if unknown := [name for name in chosen if name not in PARTS]:
@@ -54,6 +57,8 @@ def main() -> int:
         print(f"-- {name}", flush=True)
         figures |= PARTS[name](options)
     report(figures, options.json)
+    if options.docs:
+        write_page(options.docs, figures, options.model)
     bad = ("mismatches", "hangs", "wrong")
     return int(any(figures.get(name, 0) for name in bad))
 

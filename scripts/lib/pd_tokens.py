@@ -119,7 +119,10 @@ def speeds(
     speed = {run: count[run] / seconds[run] for run in count}
     for (way, kind), value in speed.items():
         print(f"{way:8} {kind:6} {value:8.1f} decode tokens/s", flush=True)
-    return {f"ratio_sssd_vs_ar_{way}": speed[way, "sssd"] / speed[way, "ar"] for way in ways}
+    figures = {f"decode_tokens_per_s_{kind}_{way}": value for (way, kind), value in speed.items()}
+    return figures | {
+        f"ratio_sssd_vs_ar_{way}": speed[way, "sssd"] / speed[way, "ar"] for way in ways
+    }
 
 
 def leads(pd: Disaggregated) -> dict[str, float]:
