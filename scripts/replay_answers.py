@@ -165,8 +165,8 @@ def replay(drafter: Drafter, answers: Sequence[Answer], batch: int, budgeted: bo
 
 def settle(drafter: Drafter) -> None:
     """Wait for what was served to be searchable: a server's next steps leave the time for it."""
-    if datastore := getattr(drafter, "datastore", None):
-        datastore.flush()
+    if drafter.datastore is not None:
+        drafter.datastore.flush()
 
 
 def begin(drafter: Drafter, answer: Answer, rid: str, shared: Calibration) -> Running:

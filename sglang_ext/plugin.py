@@ -144,7 +144,7 @@ def _check_request_options() -> None:
 
     from sglang_ext.admission.sampling_params import check_custom_params
     from sglang_ext.api.namespaces import with_header
-    from sglang_ext.drafters import find
+    from sglang_ext.drafters import load_class
     from sglang_ext.request_options import RequestOptions
 
     @cache
@@ -153,8 +153,7 @@ def _check_request_options() -> None:
 
     @cache
     def drafters_checks() -> list[Any]:
-        classes = [find(name).load() for name in options().loaded_drafters()]
-        return [made.check for made in classes if hasattr(made, "check")]
+        return [load_class(name).check for name in options().loaded_drafters()]
 
     def verify(_result: None, params: Any, *_args: Any, **_kwargs: Any) -> None:
         if not _is_ours():

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_ext.drafters import find
+from sglang_ext.drafters import load_class
 from sglang_ext.options import Options
 from sglang_ext.plugin import ALGORITHM
 from sglang_ext.servers.flags import flag_value
@@ -31,7 +31,7 @@ def check_launch(argv: Sequence[str], options: Options) -> None:
         raise PreflightError(f"--port {port_text}: expected a whole number from 1 to 65535")
     check_port(host, int(port_text))
     for name in options.loaded_drafters():
-        find(name)
+        load_class(name)
     if options.datastore:
         _check_datastore(argv, options)
     if (flag_value(argv, "--speculative-algorithm") or "").upper() == ALGORITHM:

@@ -182,14 +182,12 @@ class SpeculativeWorker(BaseSpecWorker):
         if not self.on_host:
             self._graphs = WidthGraphs(self.model_runner, self.options)
             self.planner.use_widths(self._graphs.widths, self._graphs.padded_batch)
-        takers = [d for d in self.planner.drafters.values() if hasattr(d, "take_bigrams")]
         seconds = self.options.bigram_seconds
-        if not seconds or not self._from_rank_0([bool(takers)])[0]:
+        if not seconds or not self._from_rank_0([self.planner.wants_bigrams])[0]:
             return
         bigrams = bigrams_of(self._target_worker, seconds, self._from_rank_0)
-        for drafter in takers:
-            if bigrams is not None:
-                drafter.take_bigrams(bigrams)
+        if bigrams is not None:
+            self.planner.take_bigrams(bigrams)
 
     def _metrics(self) -> SpeculationMetrics:
         labels = {"model_name": get_serving().served_model_name}

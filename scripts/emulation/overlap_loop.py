@@ -15,7 +15,7 @@ requests are retracted and come back, are aborted, or come from another server w
 import copy
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -35,9 +35,9 @@ from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.cuda import prefill
 from sglang_ext.cuda.widths import default_widths
 from sglang_ext.disaggregation.handoff import first_draft_input
-from sglang_ext.drafters import DrafterContext
+from sglang_ext.drafters import Drafter, DrafterContext
 from sglang_ext.options import Options
-from sglang_ext.step import planner, verify_batch
+from sglang_ext.step import verify_batch
 from sglang_ext.step.penalties import DevicePenalties
 from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.step.relay import LastStep
@@ -130,7 +130,7 @@ class NoClock:
         """Nothing is waited for."""
 
 
-class KnowingDrafter:
+class KnowingDrafter(Drafter):
     """Knows the texts: drafts them with mistakes, and looks whether it is told the truth.
 
     Args:
@@ -153,7 +153,7 @@ class KnowingDrafter:
         """The same."""
         self._check(request)
 
-    def verified(self, request: Any, tree: TokenTree, predicted: list[int]) -> None:
+    def verified(self, request: Any, tree: TokenTree, predicted: Sequence[int]) -> None:
         """Must come before what was committed since, and be the target's own tokens."""
         text, n = self._texts[request.rid], len(request.output)
         self._wrong["learned"] += predicted[0] != text[n]
@@ -162,10 +162,7 @@ class KnowingDrafter:
             said != text[n + depth] for said, depth in zip(predicted[1:], depths, strict=True)
         )
 
-    def prefill(self, requests: list[Any]) -> None:
-        """Prompts are about to be read."""
-
-    def foresee(self, requests: list[Any], max_nodes: int) -> list[TokenTree]:
+    def prefill_draft(self, requests: Sequence[Any], max_nodes: int) -> list[TokenTree]:
         """Chains of the texts, some of which go wrong somewhere."""
         return [
             TokenTree.chain(
@@ -177,7 +174,7 @@ class KnowingDrafter:
             for r in requests
         ]
 
-    def propose(self, requests: list[Any], max_nodes: int) -> list[TokenTree]:
+    def propose(self, requests: Sequence[Any], max_nodes: int) -> list[TokenTree]:
         """A chain of the text that goes wrong somewhere, with a wrong branch beside it."""
         return [self._tree(r, max_nodes) for r in requests]
 
@@ -399,15 +396,15 @@ class OverlapLoop:
         made: Any = object.__new__(worker.SpeculativeWorker)
         made.options = Options(drafter="knowing", budget="fixed")
         drafter = KnowingDrafter(self._texts, self.chance, self.wrong)
-        with mock.patch.object(planner, "load", lambda _name, _context: drafter):
-            made.planner = DraftPlanner(
-                DrafterContext(vocab_size=VOCAB, options=made.options),
-                WIDTH,
-                4 * ROWS,
-                CostModel({1: 1.0, 64: 1.0}),
-                active=True,
-                widths=default_widths(WIDTH),
-            )
+        made.planner = DraftPlanner(
+            DrafterContext(vocab_size=VOCAB, options=made.options),
+            WIDTH,
+            4 * ROWS,
+            CostModel({1: 1.0, 64: 1.0}),
+            active=True,
+            widths=default_widths(WIDTH),
+            drafters={"knowing": drafter},
+        )
         made.planner.looks = lambda: self.chance.random() < 0.6
         lent = Allocator(torch.arange(ROWS * SLOTS, 400 * SLOTS, dtype=torch.int64))
         made._target_worker = self._target = Target(self, self._table, lent)

@@ -8,7 +8,6 @@ staging.
 import time
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from scripts.emulation.overlap_loop import LateCopy
 from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.cuda.staging import mask_starts, to_device
 from sglang_ext.cuda.widths import default_widths
-from sglang_ext.drafters import DrafterContext
+from sglang_ext.drafters import Drafter, DrafterContext
 from sglang_ext.options import Options
 from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.step.relay import LastStep, StepResult
@@ -28,20 +27,11 @@ _WIDTH, _VOCAB, _PROMPT, _PER_STEP = 16, 128_256, 500, 3
 _COSTS = {1: 5.4e-3, 256: 5.6e-3, 1024: 23.5e-3}
 
 
-class _Ready:
+class _Ready(Drafter):
     """A drafter whose trees are there already: retrieval is measured elsewhere."""
 
     def __init__(self, trees: list[TokenTree]) -> None:
         self._trees = trees
-
-    def start(self, request: Any) -> None:
-        """Nothing to do."""
-
-    def observe(self, request: Any, tokens: Any) -> None:
-        """Nothing to do."""
-
-    def finish(self, request: Any, completed: bool) -> None:
-        """Nothing to do."""
 
     def propose(self, requests: Any, max_nodes: int) -> list[TokenTree]:
         """A tree for each."""
@@ -57,15 +47,15 @@ def step_host_ms(batch: int, steps: int = 50) -> float:
     """
     rng = np.random.default_rng(0)
     trees = [_tree(rng, _WIDTH - 1) for _ in range(batch)]
-    with mock.patch("sglang_ext.step.planner.load", lambda _name, _context: _Ready(trees)):
-        planner = DraftPlanner(
-            DrafterContext(vocab_size=_VOCAB, options=Options(drafter="ready")),
-            _WIDTH,
-            4 * batch,
-            CostModel(_COSTS),
-            active=True,
-            widths=default_widths(_WIDTH),
-        )
+    planner = DraftPlanner(
+        DrafterContext(vocab_size=_VOCAB, options=Options(drafter="ready")),
+        _WIDTH,
+        4 * batch,
+        CostModel(_COSTS),
+        active=True,
+        widths=default_widths(_WIDTH),
+        drafters={"ready": _Ready(trees)},
+    )
     reqs = [_request(str(i)) for i in range(batch)]
     planner.requests.update(reqs, [[] for _ in reqs])
     last, lens = LastStep(), torch.full((batch,), _PROMPT, dtype=torch.int64)

@@ -15,15 +15,15 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from scripts.lib.memory_search import holders
 from sglang_ext.api.datastore.control import Operations
-from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest, load
+from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest, load_all
 from sglang_ext.options import Options
+from sglang_ext.request_options import RequestOptions
 
 TENANTS = ("acme", "globex", "default")
 STRANGER = "stranger"
@@ -90,8 +90,9 @@ class Bench:
         """The server's drafters, and what its control socket does with them."""
         options = Options(datastore=str(self.folder), drafters="ssbd")
         context = DrafterContext(self.vocab_size, options, "isolation")
-        drafters: dict[str, Any] = {n: load(n, context) for n in options.loaded_drafters()}
+        drafters = load_all(context)
         self.drafter, self.sessions = drafters["sssd"], drafters["ssbd"]
+        assert self.drafter.datastore is not None
         self.datastore = self.drafter.datastore
         self.operations = Operations(self.datastore, list(drafters.values()))
 
@@ -114,10 +115,9 @@ class Bench:
         self, text: Text, drafter: Drafter, *, ingest: bool = True, completed: bool = True
     ) -> None:
         """One request from start to finish, as the worker tells a drafter of it."""
-        params: dict[str, Any] = {"namespace": text.tenant} | ({} if ingest else {"ingest": False})
-        if drafter is self.sessions:
-            params["ssbd"] = {"session": SESSION}
-        request = DraftRequest(text.rid, text.context, [text.markers[0]], params)
+        params = {"ssbd": {"session": SESSION}} if drafter is self.sessions else {}
+        options = RequestOptions(namespace=text.tenant, ingest=ingest)
+        request = DraftRequest(text.rid, text.context, [text.markers[0]], params, options=options)
         drafter.start(request)
         request.output.extend(text.markers[1:])
         drafter.observe(request, text.markers[1:])
@@ -157,11 +157,11 @@ class Bench:
         everyone = (*TENANTS, STRANGER)
         for context in self.contexts:
             for tenant in everyone:
-                yield DraftRequest("c", context[:-1], [context[-1]], {"namespace": tenant})
+                yield draft_request("c", context, tenant)
         for text in self.texts[-2000:]:
             known = [*text.context, *text.markers[:3]]
             for tenant in everyone:
-                yield DraftRequest("k", known[:-1], [known[-1]], {"namespace": tenant})
+                yield draft_request("k", known, tenant)
 
     def look_at(self, when: str, request: DraftRequest, tokens: np.ndarray) -> bool:
         """Note what a draft must not hold; whether it holds its tenant's own."""
@@ -172,8 +172,9 @@ class Bench:
                 continue
             index = int(self.owner[token])
             text = self.texts[index]
-            if text.tenant != request.params["namespace"]:
-                self.findings.note(f"{when}: {request.params['namespace']} was drafted {text.rid}")
+            asked = request.options.namespace
+            if text.tenant != asked:
+                self.findings.note(f"{when}: {asked} was drafted {text.rid}")
             elif index in self.gone:
                 self.findings.note(f"{when}: {text.rid} was drafted, though it is gone")
             else:
@@ -188,12 +189,13 @@ class Bench:
         """
         drafted = set()
         for tenant in (*TENANTS, STRANGER):
-            params = {"namespace": tenant, "ssbd": {"session": SESSION, "beta": 1.0}}
-            request = DraftRequest("s", self.contexts[-1], [], params)
+            params = {"ssbd": {"session": SESSION, "beta": 1.0}}
+            options = RequestOptions(namespace=tenant)
+            request = DraftRequest("s", self.contexts[-1], [], params, options=options)
             self.sessions.prefill([request])
             bias = self.sessions.bias(request)
             tokens = {
-                *self.sessions.foresee([request], MAX_NODES)[0].tokens.tolist(),
+                *self.sessions.prefill_draft([request], MAX_NODES)[0].tokens.tolist(),
                 *(bias.tokens if bias is not None else ()),
             }
             if tokens:
@@ -306,6 +308,11 @@ def run(bench: Bench) -> None:
     bench.datastore.fold(TIMEOUT_S)
     bench.look_for("deleted, folded", [*kept, again])
     bench.check("deleted, folded")
+
+
+def draft_request(rid: str, text: Sequence[int], tenant: str) -> DraftRequest:
+    """A tenant's request that has written the last token of a text."""
+    return DraftRequest(rid, text[:-1], [text[-1]], options=RequestOptions(namespace=tenant))
 
 
 def check_while_serving(bench: Bench) -> None:

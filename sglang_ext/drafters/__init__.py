@@ -1,25 +1,29 @@
 """What a source of drafts must offer, and how the worker finds it.
 
 A drafter proposes token trees; it knows nothing of KV pools, masks or CUDA graphs. To add one,
-write a class with the methods of `Drafter`, expose it under the entry-point group
-`sglang_ext.drafters`, and start the server with `--drafter NAME` (docs/drafters.md has a
-whole one).
+write a subclass of `Drafter`, expose it under the entry-point group `sglang_ext.drafters`, and
+start the server with `--drafter NAME` (docs/drafters.md has a whole one).
 """
+# ruff: noqa: B027 - hooks are empty on purpose: a drafter has those that it needs
 
-from collections.abc import Mapping, Sequence
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.options import Options
-from sglang_ext.request_options import NO_DRAFTER
+from sglang_ext.request_options import NO_DRAFTER, RequestOptions
 from sglang_ext.tree import TokenTree
 
 if TYPE_CHECKING:
     import torch
+
+    from datastores import Bigrams, Datastore
 
 ENTRY_POINT_GROUP = "sglang_ext.drafters"
 
@@ -32,10 +36,11 @@ class DraftRequest:
         rid: SGLang's id of the request, unique while it runs.
         prompt: the prompt's token ids.
         output: the committed output so far; its last token is the root of the next tree.
-        params: the request's `custom_params`, for options of the drafter's own.
+        params: the request's `custom_params`, for keys of the drafter's own.
         features: float32[mels, frames] on the host, the log-mel features of the request's audio;
             None for a request of text.
         state: whatever the drafter wants to keep with the request; None at first.
+        options: what of `custom_params` all drafters read alike: namespace, ingest and others.
     """
 
     rid: str
@@ -44,6 +49,12 @@ class DraftRequest:
     params: Mapping[str, Any] = field(default_factory=dict)
     features: "torch.Tensor | None" = None
     state: Any = None
+    options: RequestOptions = field(default_factory=RequestOptions)
+
+    @property
+    def deletion_name(self) -> str:
+        """What its output can be deleted by: the name that it was given, or the request's id."""
+        return self.options.ingest_name or self.rid
 
 
 @dataclass(frozen=True)
@@ -97,54 +108,159 @@ class DrafterContext:
     """The server's drafters so far, by name: see `load`."""
 
 
-@runtime_checkable
-class Drafter(Protocol):
-    """A source of drafts. One object serves every request of a server, from one thread.
+class Drafter(ABC):
+    """A source of drafts: the base class of every drafter, `propose` being all that it must have.
 
-    The calls of a request come in this order: start, then propose and observe by turns, then
-    finish. An exception in any of them is logged; in propose it costs that step
-    its draft, in the others the request is not drafted for any more.
+    One object serves every request of a server. Where a hook says no other, it is called in the
+    thread that runs the target. The calls of a request come in this order: `prefill` (or `prepare`)
+    and `prefill_draft` as its prompt is read, `start`, then `propose`, `verified` and `observe` by
+    turns, then `finish`. A hook that a class leaves out does nothing, and costs nothing.
 
-    A drafter may also have
-    - `prefill(requests)`: called for requests whose prompt the target is about to read, before
-      start; their output is empty. Not every request passes here (retracted ones may not).
-    - `prepare(requests)`: called instead when a request arrives at a decode server, while another
-      server reads its prompt: what takes time at start can be done here, before the request's KV
-      is there. Without it, `prefill` is called. Start follows, or nothing if the request fails.
-    - `foresee(requests, max_nodes)`: called behind prefill, where a few tokens more cost the
-      target little: a chain (TokenTree, maybe empty) for each request, whose output is empty.
-      The target's own tokens come back through `verified`, before start.
-    - `verified(request, tree, predicted)`: called between propose and observe where every verified
-      node was asked: `tree` is what was verified of the proposed one, `predicted` the target's
-      token after the root, then after each of its nodes, those behind a rejected one included.
-    - `bias(request)`: the Bias of its next tokens, or None; asked in every step, the one that reads
-      its prompt included. Changes what is written: only for requests that ask for it.
-    - `take_bigrams(bigrams)`: called once before the first request, with datastores.Bigrams: the
-      target's likeliest next tokens by token. Not called where the target cannot be asked.
-    - `forget(namespace, name)`: called in another thread when a namespace (name None) or what one
-      request contributed is deleted; namespace None: in all. Whatever a drafter keeps of finished
-      requests must be gone when it returns, and what is drafted from it in the next step; not
-      called for what `datastore` holds.
-    - `check(params)`: raises ValueError for custom_params that it cannot use; called where the
-      client gets the message. A static method.
-    - `counters`: a mapping of totals since the start by name, reported as a metric.
+    Nothing that a hook raises reaches the scheduler: it costs that call, the step's draft or what
+    the hook would have learned. After a failure in `prefill`, `prepare`, `start` or `observe`,
+    which follow a request, the drafter is told to `finish` it (not completed) and, in its next
+    step, to `start` it anew with its output so far; after the third it is left alone.
     """
 
-    def __init__(self, context: DrafterContext) -> None: ...
+    def __init__(self, context: DrafterContext) -> None:
+        """Make the server's drafter.
+
+        Raises:
+            DrafterError: it cannot be used with this server; the start ends with the message.
+        """
+
+    @abstractmethod
+    def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
+        """Draft for the next step: a tree of at most `max_nodes` nodes for each request.
+
+        The best nodes come first: a prefix of the tree is verified. An empty tree proposes nothing.
+        """
+
+    # Of a request's life
+
+    def prefill(self, requests: Sequence[DraftRequest]) -> None:
+        """Get ready for requests whose prompts the target is about to read.
+
+        Their output is empty, or as far as it was written before a retraction. Not every request
+        passes here: `start` may be the first that is heard of one.
+        """
+
+    def prepare(self, requests: Sequence[DraftRequest]) -> None:
+        """Get ready for requests whose prompts another server reads; by default as `prefill`.
+
+        Called on decode servers when a request arrives: what takes time can be done here, before
+        its KV is there. `start` follows, or nothing if the request fails on its way.
+        """
+        self.prefill(requests)
+
+    def prefill_draft(
+        self, requests: Sequence[DraftRequest], max_nodes: int
+    ) -> Sequence[TokenTree]:
+        """Draft a chain for each request, to be read behind its prompt, where it costs little.
+
+        Called behind `prefill`, of requests whose output is empty. A chain is a TokenTree without
+        branches, of at most `max_nodes` nodes, maybe empty. What the target says of it comes
+        through `verified`, before `start`.
+        """
+        return [TokenTree.empty()] * len(requests)
 
     def start(self, request: DraftRequest) -> None:
-        """The request enters decoding; its output holds the first token (or more, when it
-        comes back after a retraction)."""
+        """Take up a request that enters decoding.
 
-    def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
-        """A tree of at most `max_nodes` nodes for each request, best nodes first."""
-        ...
+        Its output holds the first token, or more where it comes back after a retraction or is
+        started anew after a failure.
+        """
 
     def observe(self, request: DraftRequest, tokens: Sequence[int]) -> None:
-        """`tokens` were committed; request.output already ends with them."""
+        """Follow a request: `tokens` were committed, and its output ends with them already."""
+
+    def verified(self, request: DraftRequest, tree: TokenTree, predicted: Sequence[int]) -> None:
+        """Learn what the target said of a draft, between `propose` and `observe`.
+
+        Called where every verified node was asked (greedy decoding).
+
+        Args:
+            tree: what was verified of the proposed tree.
+            predicted: the target's token after the root, then after each node of `tree`, those
+                behind a rejected node included.
+        """
+
+    def bias(self, request: DraftRequest) -> Bias | None:
+        """Say what the request's next tokens are biased to; None: nothing.
+
+        Asked in every step, the one that reads the request's prompt included. It changes what is
+        written: only for requests that ask for it.
+        """
+        return None
 
     def finish(self, request: DraftRequest, completed: bool) -> None:
-        """The request left; `completed` is False if it was aborted."""
+        """Let go of a request, which has its whole output.
+
+        Args:
+            completed: False if it was aborted, or is to be started anew after a failure; its state
+                may then be None, or what the failed call left of it.
+        """
+
+    # Of the server's life
+
+    @staticmethod
+    def check(params: Mapping[str, Any]) -> None:
+        """Refuse `custom_params` that the drafter cannot use, in the HTTP process.
+
+        Raises:
+            ValueError: with the message that the client gets.
+        """
+
+    def take_bigrams(self, bigrams: "Bigrams") -> None:
+        """Take the target's likeliest next tokens by token, once, before the first request.
+
+        Not called where the target cannot be asked.
+        """
+
+    def forget(self, namespace: str | None, name: str | None = None) -> None:
+        """Forget what finished requests left, in another thread: a client has deleted it.
+
+        Once this returns, nothing of it may be kept, and nothing drafted from it in the next step.
+        What `datastore` holds is deleted there.
+
+        Args:
+            namespace: whose; None: in all namespaces.
+            name: the request's `deletion_name`; None: all requests'.
+        """
+
+    def add_corpus(self, name: str, documents: Sequence[Sequence[int]]) -> int:
+        """Draft from a named corpus as well, and return its number of tokens; in another thread.
+
+        A drafter that has this has `remove_corpus` and `list_corpora` too.
+
+        Raises:
+            ValueError: it cannot be taken; the client gets the message.
+        """
+        return 0
+
+    def remove_corpus(self, name: str) -> None:
+        """Draft from a named corpus no more; in another thread."""
+
+    def list_corpora(self) -> dict[str, int]:
+        """Count the tokens of each named corpus, by its name."""
+        return {}
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Totals since the start by name, reported as a metric."""
+        return {}
+
+    @property
+    def datastore(self) -> "Datastore | None":
+        """The datastore that the server's datastore routes and metrics are about; None: none."""
+        return None
+
+
+def overrides(drafter: Drafter | type[Drafter], hook: Callable[..., Any]) -> bool:
+    """Whether a drafter's class has a hook of its own, as in `overrides(made, Drafter.bias)`."""
+    kind = drafter if isinstance(drafter, type) else type(drafter)
+    inherited = next(vars(base) for base in kind.__mro__ if hook.__name__ in vars(base))
+    return inherited[hook.__name__] is not vars(Drafter)[hook.__name__]
 
 
 class DrafterError(ValueError):
@@ -164,18 +280,46 @@ def find(name: str) -> EntryPoint:
     return points[name]
 
 
+def load_class(name: str) -> type[Drafter]:
+    """The class of the drafter installed as `name`.
+
+    Raises:
+        DrafterError: no such entry point, it does not load, or what it names is no drafter.
+    """
+    point = find(name)
+    try:
+        made = point.load()
+    except (ImportError, AttributeError) as error:
+        raise DrafterError(f"drafter {name!r} ({point.value}) does not load: {error}") from error
+    if not (isinstance(made, type) and issubclass(made, Drafter)):
+        raise DrafterError(
+            f"drafter {name!r} ({point.value}) is no drafter: it must be a class that inherits "
+            f"from sglang_ext.drafters.Drafter"
+        )
+    if inspect.isabstract(made):
+        raise DrafterError(f"drafter {name!r} ({point.value}) has no method `propose`")
+    return made
+
+
 def load(name: str, context: DrafterContext) -> Drafter:
     """The server's drafter installed as `name`: made once, so that one may draft with another.
 
     Raises:
-        DrafterError: no such entry point, or it does not load.
+        DrafterError: no such entry point, it does not load, or it refuses this server.
     """
     if name not in context.loaded:
-        point = find(name)
+        made = load_class(name)
         try:
-            context.loaded[name] = point.load()(context)
+            context.loaded[name] = made(context)
         except ImportError as error:
-            raise DrafterError(
-                f"drafter {name!r} ({point.value}) does not load: {error}"
-            ) from error
+            raise DrafterError(f"drafter {name!r} does not load: {error}") from error
     return context.loaded[name]
+
+
+def load_all(context: DrafterContext) -> dict[str, Drafter]:
+    """The drafters that a server's options name, by name.
+
+    Raises:
+        DrafterError: one of them cannot be had; the message names it.
+    """
+    return {name: load(name, context) for name in context.options.loaded_drafters()}

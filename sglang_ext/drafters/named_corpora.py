@@ -2,20 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
 
-from sglang_ext.drafters import Drafter
+from sglang_ext.drafters import Drafter, overrides
 
 
 class Corpora:
-    """The corpora of a server's drafters.
-
-    A drafter keeps corpora if it has `add_corpus(name, documents)`, which returns the number of
-    tokens, `remove_corpus(name)` and `list_corpora()`, tokens by name.
-    """
+    """The corpora of a server's drafters: of those that have `Drafter.add_corpus`."""
 
     def __init__(self, drafters: Iterable[Drafter]) -> None:
-        self._keepers: list[Any] = [d for d in drafters if hasattr(d, "add_corpus")]
+        self._keepers = [d for d in drafters if overrides(d, Drafter.add_corpus)]
 
     def add(self, name: str, documents: Sequence[Sequence[int]]) -> int:
         """Give a corpus to all of them, or to none if one refuses it; returns its tokens.
@@ -42,7 +37,7 @@ class Corpora:
         """Tokens of each corpus."""
         return self._all()[0].list_corpora()
 
-    def _all(self) -> list[Any]:
+    def _all(self) -> list[Drafter]:
         if not self._keepers:
             raise ValueError(
                 "no loaded drafter keeps corpora; start the server with --drafter sssd"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sglang_ext import models
-from sglang_ext.drafters import DrafterContext, DrafterError, DraftRequest
+from sglang_ext.drafters import Drafter, DrafterContext, DrafterError, DraftRequest
 from sglang_ext.options import Options
 from sglang_ext.tree import TokenTree
 from speech.specasr import DraftSession, DraftWhisper, SpecASR, SpecASROptions, Vocabularies
@@ -23,7 +23,7 @@ DEFAULT_DRAFT_MODEL = "whisper-tiny.en"
 PARAMETER = "specasr"
 
 
-class WhisperDrafter:
+class WhisperDrafter(Drafter):
     """Drafts transcripts with a smaller Whisper, whose encoder runs in the target's prefill.
 
     A request without audio, or in a language that the draft model does not know, is not drafted
@@ -67,7 +67,7 @@ class WhisperDrafter:
             request.state = self._open(request)
         self._encode(requests)
 
-    def foresee(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
+    def prefill_draft(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         """A chain for each request, before its first token."""
         trees = self._specasr.foresee([request.state for request in requests], max_nodes)
         return [_token_tree(tree) for tree in trees]

@@ -11,14 +11,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sglang.srt.environ import envs
 
-from sglang_ext.drafters import Bias, DrafterContext, DraftRequest, load
+from sglang_ext.drafters import Bias, Drafter, DrafterContext, DraftRequest, load
 from sglang_ext.drafters.realignment import PreviousOutput
 from sglang_ext.drafters.session_outputs import Output, SessionOutputs, is_secret
-from sglang_ext.drafters.sssd import deletion_name, namespace_of
 from sglang_ext.request_options import shown
 from sglang_ext.tree import TokenTree, merged
 
@@ -30,10 +30,18 @@ _MOST_DRAFT_TOKENS = 1 << 16
 _LONGEST_NAME = 256
 # No step is wider (plugin.MAX_DRAFT_TOKENS).
 _FAR_ENOUGH = 256
+_Token = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True)
-class RetranslationOptions:
+_EXPECTED = {
+    "session": f"a string of 1 to {_LONGEST_NAME} characters",
+    "draft": f"a list of at most {_MOST_DRAFT_TOKENS} token ids",
+    "beta": "a number from 0 to 1",
+    "trim": "a whole number of at least 0",
+}
+
+
+class RetranslationOptions(BaseModel):
     """What a request may set in `custom_params.ssbd`.
 
     Attributes:
@@ -49,17 +57,19 @@ class RetranslationOptions:
         bias_realigned: bias realigned tokens too.
     """
 
-    session: str | None = None
-    draft: tuple[int, ...] | None = None
-    beta: float | None = None
-    trim: int = 0
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    session: Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME)] | None = None
+    draft: Annotated[tuple[_Token, ...], Field(max_length=_MOST_DRAFT_TOKENS)] | None = None
+    beta: Annotated[float, Field(ge=0, le=1)] | None = None
+    trim: Annotated[int, Field(ge=0)] = 0
     realign: bool = True
     retrieve: bool = True
     bias_realigned: bool = False
 
     @classmethod
     def parse(cls, params: Any) -> "RetranslationOptions":
-        """Read `custom_params.ssbd`.
+        """Read `custom_params.ssbd`; what is None counts as left out.
 
         Raises:
             ValueError: an unknown name, or a value of the wrong kind; the message names it.
@@ -68,47 +78,24 @@ class RetranslationOptions:
             return cls()
         if not isinstance(params, Mapping):
             raise ValueError(f"{PARAMETER} must be an object, got {shown(params)}")
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name, value in params.items():
+        names = cls.model_fields
+        for name in params:
             if name not in names:
                 raise ValueError(f"{PARAMETER}.{shown(name)} is unknown; known: {', '.join(names)}")
-            if value is not None:
-                _check(name, value)
         given = {name: value for name, value in params.items() if value is not None}
-        if "draft" in given:
+        if isinstance(given.get("draft"), list):
             given["draft"] = tuple(given["draft"])
-        return cls(**given)
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            wrong = str(error.errors(include_url=False, include_context=False)[0]["loc"][0])
+        expected = _EXPECTED.get(wrong, "true or false")
+        raise ValueError(f"{PARAMETER}.{wrong} must be {expected}, got {shown(params[wrong])}")
 
     @property
     def owns_its_draft(self) -> bool:
         """Whether nobody else can have written what is drafted, so that a bias may count."""
         return self.draft is not None or (self.session is not None and is_secret(self.session))
-
-
-def _check(name: str, value: Any) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if name == "session":
-        good = isinstance(value, str) and 0 < len(value) <= _LONGEST_NAME
-        expected = f"a string of 1 to {_LONGEST_NAME} characters"
-    elif name == "draft":
-        good = (
-            isinstance(value, list | tuple)
-            and len(value) <= _MOST_DRAFT_TOKENS
-            and all(type(token) is int and token >= 0 for token in value)
-        )
-        expected = f"a list of at most {_MOST_DRAFT_TOKENS} token ids"
-    elif name == "beta":
-        good = number and 0 <= value <= 1
-        expected = "a number from 0 to 1"
-    elif name == "trim":
-        good = whole and value >= 0
-        expected = "a whole number of at least 0"
-    else:
-        good = isinstance(value, bool)
-        expected = "true or false"
-    if not good:
-        raise ValueError(f"{PARAMETER}.{name} must be {expected}, got {shown(value)}")
 
 
 @dataclass
@@ -121,7 +108,7 @@ class _State:
     """The request as the retrieval drafter sees it; None: it was not asked yet."""
 
 
-class RetranslationDrafter:
+class RetranslationDrafter(Drafter):
     """Drafts a session's last output, and goes on behind a disagreement."""
 
     def __init__(self, context: DrafterContext) -> None:
@@ -132,7 +119,7 @@ class RetranslationDrafter:
         self._sessions = SessionOutputs(options.ssbd_sessions, options.ssbd_idle_seconds)
         self._retrieval = load("sssd", context)
         self._told = False
-        self.counters: dict[str, float] = {"sessions": 0.0, "drafted_sessions": 0.0}
+        self._counters = {"sessions": 0.0, "drafted_sessions": 0.0}
 
     @staticmethod
     def check(params: Mapping[str, Any]) -> None:
@@ -159,12 +146,17 @@ class RetranslationDrafter:
                 f"name a {PARAMETER}.session instead"
             )
 
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Sessions that are kept now, and requests that were drafted for since the start."""
+        return self._counters
+
     def prefill(self, requests: Sequence[DraftRequest]) -> None:
         """Look up what each request's session wrote last."""
         for request in requests:
             request.state = self._open(request)
 
-    def foresee(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
+    def prefill_draft(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         """The beginning of each session's last output."""
         return [self._state(r).previous.drafts(max_nodes) for r in requests]
 
@@ -201,6 +193,8 @@ class RetranslationDrafter:
 
     def finish(self, request: DraftRequest, completed: bool) -> None:
         """Keep the output as the session's next draft."""
+        if request.state is None:
+            return  # a session could not be opened, nothing was drafted
         state = self._state(request)
         request.state = None
         # What was deleted may stand in an output that was biased towards it.
@@ -211,13 +205,13 @@ class RetranslationDrafter:
             while output and output[-1] in self._eos:
                 output.pop()
             self._sessions.put(
-                namespace_of(request),
+                request.options.namespace,
                 state.options.session,
-                deletion_name(request),
+                request.deletion_name,
                 output,
                 state.source,
             )
-            self.counters["sessions"] = len(self._sessions)
+            self._counters["sessions"] = len(self._sessions)
         # Last: a deletion comes the other way, so that it finds the one where it finds the other.
         self._retrieval.finish(dataclasses.replace(request), completed)
 
@@ -227,20 +221,20 @@ class RetranslationDrafter:
         A request that drafts from it goes on without in its next step, and is not kept.
         """
         self._sessions.forget(namespace, name)
-        self.counters["sessions"] = len(self._sessions)
+        self._counters["sessions"] = len(self._sessions)
 
     def _open(self, request: DraftRequest) -> _State:
         options = RetranslationOptions.parse(request.params.get(PARAMETER))
         draft: Sequence[int] = options.draft or ()
         source = None
         if options.draft is None and options.session is not None:
-            source = self._sessions.get(namespace_of(request), options.session)
+            source = self._sessions.get(request.options.namespace, options.session)
             draft = () if source is None else source.tokens
         draft = draft[: max(0, len(draft) - options.trim)]
         # What is no token cannot be written: nothing behind it is of use.
         draft = tuple(takewhile(lambda token: token < self._vocab_size, draft))
         if draft:
-            self.counters["drafted_sessions"] += 1
+            self._counters["drafted_sessions"] += 1
         if self._beta and not options.owns_its_draft and options.session is not None:
             self._tell_of_names()
         return _State(options, PreviousOutput(draft), source)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from datastores import (
-    DEFAULT_NAMESPACE,
     Bigrams,
     Datastore,
     InputTrie,
@@ -18,7 +17,7 @@ from datastores import (
     retrieve,
     warm_up,
 )
-from sglang_ext.drafters import DrafterContext, DraftRequest
+from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest
 from sglang_ext.tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 PROMPT_TAIL = 16
 
 
-class RetrievalDrafter:
+class RetrievalDrafter(Drafter):
     """Drafts what followed the last P tokens, here and in what was served before."""
 
     def __init__(self, context: DrafterContext):
@@ -39,7 +38,7 @@ class RetrievalDrafter:
             max_samples=options.max_samples,
         )
         self.ingests = options.live_ingest
-        self.datastore = open_datastore(context)
+        self._datastore = open_datastore(context)
         self._bigrams: Bigrams | None = None
         warm_up(context.vocab_size)
         logger.info(
@@ -49,6 +48,11 @@ class RetrievalDrafter:
             ", followed" if self.datastore.follows else "",
             "on" if self.ingests and not self.datastore.follows else "off",
         )
+
+    @property
+    def datastore(self) -> Datastore:
+        """What was served before, and named corpora."""
+        return self._datastore
 
     def take_bigrams(self, bigrams: Bigrams) -> None:
         """Draft what was never seen from what the target says after single tokens."""
@@ -66,9 +70,6 @@ class RetrievalDrafter:
         if request.state is None:
             self.prepare([request])
 
-    def observe(self, request: DraftRequest, tokens: Sequence[int]) -> None:
-        """Nothing to do: one call indexes the tokens of several plain steps."""
-
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         """The likeliest continuations of each request, best first.
 
@@ -76,15 +77,14 @@ class RetrievalDrafter:
         shared corpora and what its namespace was served before.
         """
         for request in requests:
+            # Here and not in `observe`: one call for the tokens of several plain steps.
             trie = request.state
             trie.extend(request.output[len(trie) - len(request.prompt) :])
-        snapshots = {name: self.datastore.snapshot(name) for name in map(namespace_of, requests)}
+        namespaces = {r.options.namespace for r in requests}
+        snapshots = {name: self.datastore.snapshot(name) for name in namespaces}
         drafts = retrieve(
             [r.state for r in requests],
-            [
-                snapshots[namespace_of(r)] if r.params.get("datastore", True) else None
-                for r in requests
-            ],
+            [snapshots[r.options.namespace] if r.options.datastore else None for r in requests],
             max_nodes,
             self.config,
             bigrams=self._bigrams,
@@ -96,11 +96,11 @@ class RetrievalDrafter:
         request.state = None
         if self.datastore.follows:
             return  # the server that writes to it takes in what it has served itself
-        if self.ingests and completed and request.params.get("ingest", True):
+        if self.ingests and completed and request.options.ingest:
             self.datastore.add(
                 [*request.prompt[-PROMPT_TAIL:], *request.output],
-                namespace=namespace_of(request),
-                name=deletion_name(request),
+                namespace=request.options.namespace,
+                name=request.deletion_name,
             )
 
     def add_corpus(self, name: str, documents: Sequence[Sequence[int]]) -> int:
@@ -114,16 +114,6 @@ class RetrievalDrafter:
     def list_corpora(self) -> dict[str, int]:
         """Tokens by named corpus."""
         return self.datastore.list_corpora()
-
-
-def namespace_of(request: DraftRequest) -> str:
-    """Whose served outputs a request reads and joins; its options were checked before."""
-    return request.params.get("namespace") or DEFAULT_NAMESPACE
-
-
-def deletion_name(request: DraftRequest) -> str:
-    """What can be deleted by: the name that a request gave its output, or its id."""
-    return request.params.get("ingest_name") or request.rid
 
 
 def open_datastore(context: DrafterContext) -> Datastore:

@@ -1,8 +1,7 @@
 """The worker's drafting half: whose drafter proposes what, and how much of it is verified."""
 
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,8 +10,9 @@ import numpy.typing as npt
 from sglang_ext.budget.choice import choose_nodes, choose_width
 from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.budget.rationing import DraftingRation
-from sglang_ext.drafters import Bias, Drafter, DrafterContext, load
+from sglang_ext.drafters import Bias, Drafter, DrafterContext, load_all, overrides
 from sglang_ext.step import penalties
+from sglang_ext.step.asking import AskedDrafter
 from sglang_ext.step.metrics import BudgetLog, SpeculationMetrics
 from sglang_ext.step.request_table import RequestTable, RunningRequest
 from sglang_ext.tree import PackedTrees, TokenTree, check_all
@@ -20,7 +20,7 @@ from sglang_ext.tree import PackedTrees, TokenTree, check_all
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-logger = logging.getLogger(__name__)
+    from datastores import Bigrams
 
 _NO_PROBS = np.empty(0)
 
@@ -38,6 +38,7 @@ class DraftPlanner:
         metrics: where to report to; None: nowhere.
         widths: on a device that runs equally many nodes of every request, those that steps may
             have, 1 among them; None: any, and what is no node is left out.
+        drafters: those to ask, by name; None: those that the options name are loaded.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class DraftPlanner:
         knee: int | None = None,
         metrics: SpeculationMetrics | None = None,
         widths: Sequence[int] | None = None,
+        drafters: Mapping[str, Drafter] | None = None,
     ):
         self._options = context.options
         self._vocab_size = context.vocab_size
@@ -64,14 +66,29 @@ class DraftPlanner:
         rationed = cost is not None and context.options.budget == "auto"
         self._ration = DraftingRation() if rationed else None
         self._look: tuple[bool, float] | None = None
-        names = context.options.loaded_drafters()
-        self.drafters: dict[str, Drafter] = (
-            {name: load(name, context) for name in names} if active else {}
-        )
-        self._biasing = any(hasattr(drafter, "bias") for drafter in self.drafters.values())
+        if drafters is None:
+            drafters = load_all(context) if active else {}
+        self.drafters = drafters
+        self._asked = {name: AskedDrafter(name, drafter) for name, drafter in drafters.items()}
+        self._biasing = any(drafter.biases for drafter in self._asked.values())
+        self._datastores = [d.datastore for d in drafters.values() if d.datastore is not None]
         self.requests = RequestTable(
-            self.drafters, names, context.options.default_drafter, max_width - 1, max_requests
+            self._asked,
+            context.options.loaded_drafters(),
+            context.options.default_drafter,
+            max_width - 1,
+            max_requests,
         )
+
+    @property
+    def wants_bigrams(self) -> bool:
+        """Whether a drafter has `take_bigrams`."""
+        return any(overrides(drafter, Drafter.take_bigrams) for drafter in self.drafters.values())
+
+    def take_bigrams(self, bigrams: "Bigrams") -> None:
+        """Give the drafters the target's likeliest next tokens by token."""
+        for drafter in self._asked.values():
+            drafter.tell(drafter.drafter.take_bigrams, bigrams)
 
     def prefill(self, reqs: Sequence["Req"]) -> None:
         """The target is about to read these requests' prompts: drafters may do so too."""
@@ -101,23 +118,36 @@ class DraftPlanner:
         # A request that was retracted goes on behind its output; its drafter knows the prompt only.
         running = [None if req.output_ids else self.requests.prefilled(req) for req in reqs]
         start = time.perf_counter()
-        for drafter in self.drafters.values():
-            hook = getattr(drafter, "foresee", None)
-            rows = [i for i, r in enumerate(running) if r is not None and r.drafter is drafter]
-            if hook is None or not rows:
-                continue
-            drafts = [(i, r) for i in rows if (r := running[i]) is not None and _depth(r) > 0]
-            try:
-                for (i, r), chain in zip(
-                    drafts, hook([r.draft for _, r in drafts], self._max_width - 1), strict=True
-                ):
-                    chain.check(self._vocab_size)
-                    chains[i] = chain.before(r.ends).clipped(_depth(r))
-            except Exception:
-                logger.exception("drafter %s failed to foresee", type(drafter).__name__)
+        for drafter in self._asked.values():
+            if drafter.drafts_in_prefill:
+                self._draft_in_prefill(drafter, running, chains)
         if self.metrics is not None and any(map(len, chains)):
             self.metrics.note_step("draft", time.perf_counter() - start)
         return chains
+
+    def _draft_in_prefill(
+        self,
+        drafter: AskedDrafter,
+        running: Sequence[RunningRequest | None],
+        chains: list[TokenTree],
+    ) -> None:
+        rows = [
+            (i, r)
+            for i, r in enumerate(running)
+            if r is not None and r.drafter is drafter and _depth(r) > 0
+        ]
+        if not rows:
+            return
+        proposed = drafter.ask(
+            drafter.drafter.prefill_draft,
+            [r.draft for _, r in rows],
+            self._max_width - 1,
+            default=None,
+            check=lambda answer: self._check_trees(answer, len(rows)),
+        )
+        if proposed is not None:
+            for (i, r), chain in zip(rows, proposed, strict=True):
+                chains[i] = chain.before(r.ends).clipped(_depth(r))
 
     def foreseen(
         self,
@@ -142,17 +172,16 @@ class DraftPlanner:
         return self.biases([self.requests.reading(req) for req in reqs])
 
     def _bias(self, running: RunningRequest) -> Bias | None:
-        hook = getattr(running.drafter, "bias", None)
-        if hook is None:
+        drafter = running.drafter
+        if drafter is None or not drafter.biases:
             return None
-        try:
-            bias = hook(running.draft)
-            if bias is not None:
-                bias.check(self._vocab_size)
-            return bias
-        except Exception:
-            logger.exception("drafter %s failed to bias", type(running.drafter).__name__)
-            return None
+        return drafter.ask(
+            drafter.drafter.bias, running.draft, default=None, check=self._check_bias
+        )
+
+    def _check_bias(self, bias: Bias | None) -> None:
+        if bias is not None:
+            bias.check(self._vocab_size)
 
     def note_known(self, tokens: Sequence[int], seconds: float) -> None:
         """Each request of a step got so many tokens that were known before it."""
@@ -189,9 +218,10 @@ class DraftPlanner:
         known = self.requests.running(req)
         if known is None or penalties.is_penalized(req):
             return True
-        if known.drafter is None:
+        drafter = known.drafter or known.lost
+        if drafter is None:
             return False
-        if hasattr(known.drafter, "bias"):
+        if drafter.biases:
             return True
         return known.max_nodes > 0 and (look or known.fixed_budget)
 
@@ -214,7 +244,7 @@ class DraftPlanner:
         width = 1
         if look or any(r.fixed_budget for r in running):
             start = time.perf_counter()
-            for drafter in self.drafters.values():
+            for drafter in self._asked.values():
                 self._propose(drafter, running, trees)
             if committed is not None:
                 rest = [self._max_width - 1 - n for n in committed]
@@ -306,34 +336,34 @@ class DraftPlanner:
 
     @staticmethod
     def _tell_verified(running: RunningRequest, tree: TokenTree, predicted: Sequence[int]) -> None:
-        hook = getattr(running.drafter, "verified", None)
-        if hook is None:
-            return
-        try:
-            hook(running.draft, tree.first(len(predicted) - 1), predicted)
-        except Exception:
-            # As with every call of a drafter: nothing of it may stop the scheduler.
-            logger.exception(
-                "drafter %s failed on what was verified", type(running.drafter).__name__
-            )
+        drafter = running.drafter
+        if drafter is not None and drafter.learns:
+            seen = tree.first(len(predicted) - 1)
+            drafter.tell(drafter.drafter.verified, running.draft, seen, predicted)
 
     def _propose(
-        self, drafter: Drafter, running: Sequence[RunningRequest], trees: list[TokenTree]
+        self, drafter: AskedDrafter, running: Sequence[RunningRequest], trees: list[TokenTree]
     ) -> None:
         depths = {i: _depth(r) for i, r in enumerate(running) if r.drafter is drafter}
         rows = [i for i, depth in depths.items() if depth > 0]
         if not rows:
             return
-        try:
-            drafts = [running[i].draft for i in rows]
-            proposed = list(drafter.propose(drafts, self._max_width - 1))
-            check_all(proposed, self._vocab_size)
+        proposed = drafter.ask(
+            drafter.drafter.propose,
+            [running[i].draft for i in rows],
+            self._max_width - 1,
+            default=None,
+            check=lambda answer: self._check_trees(answer, len(rows)),
+        )
+        if proposed is not None:
             for i, tree in zip(rows, proposed, strict=True):
                 r = running[i]
                 trees[i] = tree.before(r.ends).clipped(depths[i]).first(r.max_nodes)
-        except Exception:
-            # A drafter must not take the scheduler down with it: this step goes undrafted.
-            logger.exception("drafter %s failed to propose", type(drafter).__name__)
+
+    def _check_trees(self, trees: Sequence[TokenTree], requests: int) -> None:
+        if len(trees) != requests:
+            raise ValueError(f"expected {requests} trees, got {len(trees)}")
+        check_all(trees, self._vocab_size)
 
     def _cut(
         self, running: Sequence[RunningRequest], trees: Sequence[TokenTree], padded: bool
@@ -377,8 +407,8 @@ class DraftPlanner:
 
     def _report_counters(self) -> None:
         if self.metrics is not None:
-            for drafter in self.drafters.values():
-                self.metrics.set_counters(getattr(drafter, "counters", None) or {})
+            for drafter in self._asked.values():
+                self.metrics.set_counters(drafter.counters())
 
     def _report(self, running: Sequence[RunningRequest], trees: Sequence[TokenTree]) -> None:
         if not self._active:
@@ -391,9 +421,8 @@ class DraftPlanner:
         if self.metrics.gauges_due():
             if self.knee is not None:
                 self.metrics.set_budget(self.knee, len(running))
-            for drafter in self.drafters.values():
-                if hasattr(drafter, "datastore"):
-                    self.metrics.set_datastore(drafter.datastore.info())
+            for datastore in self._datastores:
+                self.metrics.set_datastore(datastore.info())
 
 
 def _depth(running: RunningRequest) -> int:

@@ -3,21 +3,25 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.budget.choice import Calibration
-from sglang_ext.drafters import Drafter, DraftRequest
+from sglang_ext.drafters import DraftRequest
 from sglang_ext.request_options import NO_DRAFTER, RequestOptionError, RequestOptions
+from sglang_ext.step.asking import AskedDrafter
 from sglang_ext.whisper.encoder_decoder import audio_features
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
+
+# A drafter that fails so often with one request is not asked for it any more.
+_MOST_FAILURES = 3
 
 
 @dataclass
@@ -30,10 +34,17 @@ class RunningRequest:
 
     req: "Req"
     draft: DraftRequest
-    drafter: Drafter | None
+    drafter: AskedDrafter | None
     max_nodes: int
     calibration: Calibration
     fixed_budget: bool = False
+    prompt_told: bool = False
+    """Whether its drafter was told of its prompt, by `prefill` or `prepare`."""
+    lost: AskedDrafter | None = None
+    """Its drafter (and `drafter` None) after a failure in a hook that follows the request: what it
+    knows of it may be wrong, so it is told to start anew in the request's next step."""
+    failures: int = 0
+    """Of such hooks."""
     finished: bool = False
     """It has left; under overlap scheduling a step that was launched before may still end."""
     ends: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -47,6 +58,12 @@ class RunningRequest:
     def context(self) -> int:
         """KV entries that its next token attends to."""
         return len(self.draft.prompt) + len(self.draft.output)
+
+    def as_new(self) -> "RunningRequest":
+        """The same request as if nothing had been said of it yet."""
+        draft = replace(self.draft, output=list(self.req.output_ids), state=None)
+        drafter = self.drafter or self.lost
+        return replace(self, draft=draft, drafter=drafter, lost=None, prompt_told=False)
 
     @property
     def remaining_tokens(self) -> int:
@@ -71,11 +88,16 @@ def stop_tokens(req: "Req") -> set[int]:
 
 
 class RequestTable:
-    """Follows the requests of the running batch and tells their drafters."""
+    """Follows the requests of the running batch and tells their drafters.
+
+    Where a hook fails that follows a request (`prefill`, `prepare`, `start`, `observe`), its
+    drafter is told to finish it and, in the request's next step, to start it anew; after
+    `_MOST_FAILURES` failures the request goes on without a drafter.
+    """
 
     def __init__(
         self,
-        drafters: Mapping[str, Drafter],
+        drafters: Mapping[str, AskedDrafter],
         names: Sequence[str],
         default: str,
         max_nodes: int,
@@ -84,7 +106,7 @@ class RequestTable:
         self._drafters = drafters
         self._names = names  # of all that the server loads, also where this rank has none
         self._default = default
-        self._prompts_are_read = any(hasattr(d, "prefill") for d in drafters.values())
+        self._prompts_are_read = any(drafter.reads_prompts for drafter in drafters.values())
         self._max_nodes = max_nodes
         self._limit = limit
         self._running: dict[str, RunningRequest] = {}
@@ -109,7 +131,10 @@ class RequestTable:
             if known is None or known.req is not req:
                 known = self._start(req, extra)
             else:
+                lost = known.lost is not None
                 self._append(known, req.output_ids, extra)
+                if lost:
+                    self._tell_start(known)
             # Its last token is the root that the target reads next.
             assert len(known.draft.output) == len(req.output_ids) + len(extra), req.rid
             running.append(known)
@@ -123,34 +148,38 @@ class RequestTable:
         Returns:
             whether any drafter was told.
         """
+        told: dict[str, list[RunningRequest]] = {}
         for req in reqs:
-            self._undo(req)
-        if not self._prompts_are_read:
-            return False
-        new: dict[Callable[[list[DraftRequest]], None], list[DraftRequest]] = {}
-        for req in reqs:
-            known = self._prefilled.get(req.rid) or self._running.get(req.rid)
-            if known is not None and known.req is req:
-                continue  # a later chunk of its prompt, or it comes back after a retraction
-            known = self._make(req, ())
-            prefill = getattr(known.drafter, "prefill", None)
-            if prefill is not None:
-                self._prefilled[req.rid] = known
-                new.setdefault(prefill, []).append(known.draft)
-        for prefill, drafts in new.items():
-            try:
-                prefill(drafts)
-            except Exception:
-                logger.exception("drafter failed in prefill; %d requests", len(drafts))
-        return bool(new)
+            known = self._undo(req)
+            if known is None:
+                if not self._prompts_are_read or self._follows(req):
+                    continue  # among them later chunks of a prompt, and requests retracted before
+                known = self._make(req, ())
+            self._prefilled[req.rid] = known
+            if known.drafter is not None and known.drafter.reads_prompts:
+                told.setdefault(known.drafter.name, []).append(known)
+        for name, requests in told.items():
+            self._tell_of_prompts(self._drafters[name].drafter.prefill, requests)
+        return bool(told)
 
-    def _undo(self, req: "Req") -> None:
-        """Forget a request that was retracted before tokens that its drafter knows were served."""
+    def _follows(self, req: "Req") -> bool:
+        known = self._prefilled.get(req.rid) or self._running.get(req.rid)
+        return known is not None and known.req is req
+
+    def _undo(self, req: "Req") -> RunningRequest | None:
+        """Forget a request that was retracted before tokens that its drafter knows were served.
+
+        Returns:
+            the request as a new one; None: it was none of these.
+        """
         known = self.running(req)
-        if known is not None and len(known.draft.output) > len(req.output_ids):
-            del self._running[req.rid]
-            known.finished = True
-            self._tell(known, "finish", False)
+        if known is None or len(known.draft.output) <= len(req.output_ids):
+            return None
+        del self._running[req.rid]
+        again = known.as_new()
+        known.finished = True
+        self._tell_finish(known, False)
+        return again
 
     def arrive(self, req: "Req") -> bool:
         """Tell a request's drafter of it while another server reads its prompt.
@@ -159,18 +188,15 @@ class RequestTable:
             whether it was told.
         """
         known = self._make(req, ())
-        hook = getattr(known.drafter, "prepare", None) or getattr(known.drafter, "prefill", None)
-        if hook is None or known.max_nodes == 0:
-            return False
-        try:
-            hook([known.draft])
-        except Exception:
-            logger.exception("drafter failed to prepare for request %s", req.rid)
-            return False
         if len(self._prefilled) >= self._limit:  # those that failed on their way tell nobody
             self._prefilled = {k: r for k, r in self._prefilled.items() if not r.req.finished()}
-        known.ready_at = time.perf_counter()
         self._prefilled[req.rid] = known
+        drafter = known.drafter
+        if drafter is None or not drafter.prepares or known.max_nodes == 0:
+            return False
+        if not self._tell_of_prompts(drafter.drafter.prepare, [known]):
+            return False
+        known.ready_at = time.perf_counter()
         return True
 
     def running(self, req: "Req") -> RunningRequest | None:
@@ -179,14 +205,15 @@ class RequestTable:
         return known if known is not None and known.req is req else None
 
     def prefilled(self, req: "Req") -> RunningRequest | None:
-        """A request whose prompt is being read; None: no drafter asked for it."""
+        """A request whose prompt is being read; None: its drafter was not told of it."""
         known = self._prefilled.get(req.rid)
-        return known if known is not None and known.req is req else None
+        told = known is not None and known.req is req and known.prompt_told
+        return known if told else None
 
     def advance(self, running: RunningRequest, tokens: Sequence[int]) -> None:
         """`tokens` are committed in the step that is about to run; its root is the last one."""
         running.draft.output.extend(tokens)
-        self._tell(running, "observe", list(tokens))
+        self._tell_observe(running, list(tokens))
 
     def reading(self, req: "Req") -> RunningRequest | None:
         """A request whose prompt is being read, or its output again after a retraction."""
@@ -207,7 +234,7 @@ class RequestTable:
         self._append(known, req.output_ids, ())
         known.draft.output[:] = req.output_ids_through_stop
         aborted = type(req.finished_reason).__name__ == "FINISH_ABORT"
-        self._tell(known, "finish", not aborted)
+        self._tell_finish(known, not aborted)
 
     def clear(self) -> None:
         """Forget every request (the cache was flushed)."""
@@ -221,7 +248,7 @@ class RequestTable:
         else:
             known.draft.output[:] = [*req.output_ids, *extra]
         self._running[req.rid] = known
-        self._tell(known, "start")
+        self._tell_start(known)
         return known
 
     def _make(self, req: "Req", extra: Sequence[int]) -> RunningRequest:
@@ -238,6 +265,7 @@ class RequestTable:
             prompt=req.origin_input_ids_unpadded,
             output=[*req.output_ids, *extra],
             params=params,
+            options=options,
             features=audio_features(req),
         )
         name = options.drafter or self._default
@@ -256,18 +284,51 @@ class RequestTable:
         new = [*output_ids[seen:], *extra[max(0, seen - len(output_ids)) :]]
         if new:
             known.draft.output.extend(new)
-            self._tell(known, "observe", new)
+            self._tell_observe(known, new)
 
-    def _tell(self, known: RunningRequest, event: str, *args: Any) -> None:
-        if known.drafter is None:
+    def _tell_of_prompts(
+        self,
+        hook: Callable[[Sequence[DraftRequest]], None],
+        requests: Sequence[RunningRequest],
+    ) -> bool:
+        """Call `prefill` or `prepare` of the requests' drafter; whether it went through."""
+        drafter = requests[0].drafter
+        assert drafter is not None
+        for known in requests:
+            known.prompt_told = True
+        if drafter.tell(hook, [known.draft for known in requests]):
+            return True
+        for known in requests:
+            self._lose(known)
+        return False
+
+    def _tell_start(self, known: RunningRequest) -> None:
+        if known.lost is not None:
+            known.drafter, known.lost = known.lost, None
+        drafter = known.drafter
+        if drafter is not None and not drafter.tell(drafter.drafter.start, known.draft):
+            self._lose(known)
+
+    def _tell_observe(self, known: RunningRequest, tokens: Sequence[int]) -> None:
+        drafter = known.drafter
+        if drafter is None or not drafter.observes:
             return
-        try:
-            getattr(known.drafter, event)(known.draft, *args)
-        except Exception:
-            logger.exception(
-                "drafter failed in %s; request %s goes on without", event, known.req.rid
-            )
-            known.drafter = None
+        if not drafter.tell(drafter.drafter.observe, known.draft, tokens):
+            self._lose(known)
+
+    @staticmethod
+    def _tell_finish(known: RunningRequest, completed: bool) -> None:
+        if known.drafter is not None:
+            known.drafter.tell(known.drafter.drafter.finish, known.draft, completed)
+
+    def _lose(self, known: RunningRequest) -> None:
+        """What its drafter knows of a request may be wrong: it starts anew, or goes on without."""
+        self._tell_finish(known, False)
+        known.draft.state = None
+        known.prompt_told = False
+        known.failures += 1
+        known.lost = known.drafter if known.failures < _MOST_FAILURES else None
+        known.drafter = None
 
     def _drop_departed(self, reqs: Sequence["Req"]) -> None:
         # Requests that were aborted or retracted and never came back through finish().

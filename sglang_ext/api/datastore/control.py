@@ -18,6 +18,7 @@ import numpy as np
 
 from datastores import Datastore, DatastoreError, DeletionPending
 from sglang_ext.api.datastore import protocol
+from sglang_ext.drafters import Drafter
 from sglang_ext.drafters.named_corpora import Corpora
 from sglang_ext.request_options import RequestOptionError, check_namespace
 
@@ -41,13 +42,13 @@ class Operations:
     """What can be asked of a datastore, and of all drafters that keep corpora or outputs.
 
     Args:
-        drafters: those that have `forget` are told of deletions.
+        drafters: all of the server's; each is told of deletions.
     """
 
-    def __init__(self, datastore: Datastore, drafters: Collection[Any]):
+    def __init__(self, datastore: Datastore, drafters: Collection[Drafter]):
         self._datastore = datastore
         self._corpora = Corpora(drafters)
-        self._forget = [d.forget for d in drafters if hasattr(d, "forget")]
+        self._drafters = drafters
         self._operations: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "info": self._info,
             "namespaces": lambda _: self._datastore.namespaces(),
@@ -110,8 +111,8 @@ class Operations:
 
     def _forget_in_drafters(self, namespace: str | None, name: str | None) -> None:
         """First: a request that ends meanwhile asks its drafter, then feeds the datastore."""
-        for forget in self._forget:
-            forget(namespace, name)
+        for drafter in self._drafters:
+            drafter.forget(namespace, name)
 
     def _add_corpus(self, request: Mapping[str, Any]) -> dict[str, int]:
         """Documents from a file that the HTTP process wrote: tokens and their ends (.npz)."""
@@ -201,7 +202,7 @@ def reply(operations: Callable[[Any], Any], line: bytes) -> dict[str, Any]:
         return {"ok": False, "error": f"{type(error).__name__}: {error}", "status": 500}
 
 
-def serve(drafters: Collection[Any], rank: int = 0) -> ControlServer | None:
+def serve(drafters: Collection[Drafter], rank: int = 0) -> ControlServer | None:
     """Serve the datastore of the first drafter that has one, and the corpora of all.
 
     None where no drafter has a datastore.
@@ -210,10 +211,8 @@ def serve(drafters: Collection[Any], rank: int = 0) -> ControlServer | None:
         rank: of data parallelism; each has a datastore of its own.
     """
     for drafter in drafters:
-        datastore = getattr(drafter, "datastore", None)
-        if datastore is not None:
+        if drafter.datastore is not None:
             protocol.make_folder()
-            return ControlServer(
-                protocol.socket_path(rank), Operations(datastore, drafters)
-            ).start()
+            operations = Operations(drafter.datastore, drafters)
+            return ControlServer(protocol.socket_path(rank), operations).start()
     return None

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from sglang_ext.drafters import DrafterContext, DraftRequest
+from sglang_ext.drafters import Drafter, DraftRequest
 from sglang_ext.tree import TokenTree
 
 MAX_NGRAM = 3
@@ -19,22 +19,12 @@ DRAFT_TOKENS = 10
 _PROB = 0.8
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """Drafts from the request's own prompt and output."""
-
-    def __init__(self, context: DrafterContext) -> None:
-        """No options."""
 
     def start(self, request: DraftRequest) -> None:
         """Keep the tokens in one growing array."""
         request.state = _Tokens(request.prompt)
-
-    def observe(self, request: DraftRequest, tokens: Sequence[int]) -> None:
-        """Nothing to do: `propose` takes in what is new."""
-
-    def finish(self, request: DraftRequest, completed: bool) -> None:
-        """Nothing to keep."""
-        request.state = None
 
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         """A chain of at most 10 tokens each."""

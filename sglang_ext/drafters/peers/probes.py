@@ -7,25 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang_ext.drafters import DrafterContext, DrafterError, DraftRequest
+from sglang_ext.drafters import Drafter, DrafterContext, DrafterError, DraftRequest
 from sglang_ext.tree import TokenTree
 
 
-class RandomDrafter:
+class RandomDrafter(Drafter):
     """Random trees of random tokens, some of them right by way of the request's own tokens."""
 
     def __init__(self, context: DrafterContext):
         self._vocab_size = context.vocab_size
         self._random = random.Random(0)
-
-    def start(self, request: DraftRequest) -> None:
-        """Nothing to prepare."""
-
-    def observe(self, request: DraftRequest, tokens: Sequence[int]) -> None:
-        """Nothing to learn."""
-
-    def finish(self, request: DraftRequest, completed: bool) -> None:
-        """Nothing to keep."""
 
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         """Trees of any shape; probabilities that claim they are all right."""
@@ -48,7 +39,7 @@ class RandomDrafter:
         )
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """Chains read from a file of known outputs (`--oracle-file`), found by their prompt.
 
     The file holds a JSON object a line: {"prompt": [ids], "output": [ids]}. With "draft": [ids]
@@ -75,12 +66,6 @@ class OracleDrafter:
     def start(self, request: DraftRequest) -> None:
         """Look the request's output up."""
         request.state = self._outputs.get(tuple(request.prompt), ([], []))
-
-    def observe(self, request: DraftRequest, tokens: Sequence[int]) -> None:
-        """Nothing to learn."""
-
-    def finish(self, request: DraftRequest, completed: bool) -> None:
-        """Nothing to keep."""
 
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         """What comes next in the known output, as long as the request has kept to it."""

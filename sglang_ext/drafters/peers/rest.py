@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from sglang_ext.drafters import DrafterContext, DraftRequest
+from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest
 from sglang_ext.tree import TokenTree
 
 LONGEST_SUFFIX, SHORTEST_SUFFIX = 16, 2
@@ -55,21 +55,12 @@ class SuffixArray:
         return cls(tokens, suffixes[tokens[suffixes] != _END])
 
 
-class RestDrafter:
+class RestDrafter(Drafter):
     """Drafts from named corpora alone."""
 
     def __init__(self, context: DrafterContext) -> None:
         self._corpora: dict[str, list[Sequence[int]]] = {}
         self._store: SuffixArray | None = None
-
-    def start(self, request: DraftRequest) -> None:
-        """Nothing to prepare."""
-
-    def observe(self, request: DraftRequest, tokens: Sequence[int]) -> None:
-        """Nothing to learn."""
-
-    def finish(self, request: DraftRequest, completed: bool) -> None:
-        """Nothing to keep: the datastore is static."""
 
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         """The most frequent continuations of each request's last tokens."""

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.drafters import DrafterContext, DrafterError, DraftRequest
-from sglang_ext.drafters.sssd import namespace_of
+from sglang_ext.drafters import Drafter, DrafterContext, DrafterError, DraftRequest
 from sglang_ext.tree import TokenTree
 
 TREE_DEPTH = 24
@@ -25,7 +24,7 @@ LEAST_PROB = 0.1
 _NAMESPACES = 8
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Drafts from the prompt, the outputs of running and finished requests, and named corpora."""
 
     def __init__(self, context: DrafterContext) -> None:
@@ -41,7 +40,7 @@ class SuffixDrafter:
 
     def start(self, request: DraftRequest) -> None:
         """Index the prompt and the output so far."""
-        request.state = cache = self._cache(namespace_of(request))
+        request.state = cache = self._cache(request.options.namespace)
         cache.start_request(request.rid, _ids(request.prompt))
         cache.add_active_response(request.rid, _ids(request.output))
 
@@ -55,7 +54,7 @@ class SuffixDrafter:
         if cache is None:
             return
         cache.stop_request(request.rid)
-        kept = completed and request.params.get("ingest", True)
+        kept = completed and request.options.ingest
         if not kept and request.rid in cache.cached_requests:
             cache.evict_cached_response(request.rid)
 

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest
 from sglang_ext.drafters.named_corpora import Corpora, documents_of
 from sglang_ext.drafters.peers.pld import PromptLookupDrafter
+from sglang_ext.drafters.peers.probes import RandomDrafter
 from sglang_ext.drafters.peers.rest import RestDrafter, SuffixArray
 from sglang_ext.drafters.sssd import RetrievalDrafter
 from sglang_ext.options import Options
+from sglang_ext.request_options import RequestOptions
 from sglang_ext.tree import TokenTree
 
 CONTEXT = DrafterContext(vocab_size=1000, options=Options())
@@ -22,8 +24,8 @@ CONTEXT = DrafterContext(vocab_size=1000, options=Options())
 IDS = st.lists(st.integers(0, 3), max_size=40)
 
 
-def request(prompt, output, **params) -> DraftRequest:
-    return DraftRequest("r", list(prompt), list(output), params)
+def request(prompt, output, rid: str = "r", **options) -> DraftRequest:
+    return DraftRequest(rid, list(prompt), list(output), options=RequestOptions(**options))
 
 
 def drafted(drafter: Drafter, asked: DraftRequest, max_nodes: int = 64) -> TokenTree:
@@ -160,13 +162,13 @@ def test_suffix_decoding_drafts_from_prompt_running_and_finished_outputs(suffix)
     suffix.finish(running, True)
     (tree,) = suffix.propose([other], 8)
     assert tree.tokens.tolist() == [52]
-    elsewhere = DraftRequest("e", [9], [50, 51], {"namespace": "b"})
+    elsewhere = request([9], [50, 51], "e", namespace="b")
     assert len(drafted(suffix, elsewhere)) == 0
 
 
 def test_suffix_decoding_keeps_no_output_that_is_not_to_be_ingested(suffix):
-    for name, completed, params in (("a", True, {"ingest": False}), ("b", False, {})):
-        gone = DraftRequest(name, [1], [60, 61, 62], params)
+    for name, completed, ingest in (("a", True, False), ("b", False, True)):
+        gone = request([1], [60, 61, 62], name, ingest=ingest)
         suffix.start(gone)
         suffix.finish(gone, completed)
         assert len(drafted(suffix, DraftRequest(f"after {name}", [9], [60, 61]))) == 0
@@ -204,7 +206,7 @@ def test_suffix_decoding_forgets_a_deleted_namespace_and_keeps_the_others(monkey
     drafter = SuffixDrafter(CONTEXT)
 
     def serve(rid, namespace):
-        made = DraftRequest(rid, [1], [60, 61], {"namespace": namespace})
+        made = request([1], [60, 61], rid, namespace=namespace)
         drafter.start(made)
         known, made.state.cached_requests = made.state, ()
         drafter.finish(made, True)
@@ -222,7 +224,7 @@ def test_suffix_decoding_forgets_a_deleted_namespace_and_keeps_the_others(monkey
 # -- corpora --------------------------------------------------------------------------------------
 
 
-class Keeper:
+class Keeper(RandomDrafter):
     def __init__(self, fails: bool = False):
         self.corpora: dict[str, list] = {}
         self._fails = fails

@@ -8,6 +8,7 @@ from sglang_ext.drafters import DrafterContext, DraftRequest, load
 from sglang_ext.drafters.realignment import PreviousOutput
 from sglang_ext.drafters.ssbd import RetranslationDrafter, RetranslationOptions
 from sglang_ext.options import Options
+from sglang_ext.request_options import RequestOptions
 from sglang_ext.tree import NO_PARENT, TokenTree, merged
 
 
@@ -129,18 +130,17 @@ def drafter():
 
 # A name that nobody guesses.
 SECRET = "8f14e45f-ceea-467f-9d5c-6a1d3c1f2b3a"
+NOT_INGESTED = RequestOptions(ingest=False)
 
 
-def request(rid="r", output=(), **ssbd):
-    return DraftRequest(rid, [50, 51, 52], list(output), {"ssbd": ssbd, "ingest": False})
+def request(rid="r", output=(), options=NOT_INGESTED, **ssbd):
+    return DraftRequest(rid, [50, 51, 52], list(output), {"ssbd": ssbd}, options=options)
 
 
-def write(drafter, session, tokens, namespace=None, rid="r", **params):
+def write(drafter, session, tokens, namespace="default", rid="r", ingest_name=None):
     """One request of a session, from its prefill to its end."""
-    made = request(rid, session=session)
-    made.params.update(params)
-    if namespace:
-        made.params["namespace"] = namespace
+    options = RequestOptions(namespace=namespace, ingest=False, ingest_name=ingest_name)
+    made = request(rid, options=options, session=session)
     drafter.prefill([made])
     made.output += tokens[:1]
     drafter.start(made)
@@ -153,7 +153,7 @@ def test_the_next_request_of_a_session_drafts_the_last_output_without_its_end(dr
     write(drafter, SECRET, [10, 11, 12, 2])
     made = request(session=SECRET)
     drafter.prefill([made])
-    assert drafter.foresee([made], 8)[0].tokens.tolist() == [10, 11, 12]
+    assert drafter.prefill_draft([made], 8)[0].tokens.tolist() == [10, 11, 12]
     bias = drafter.bias(made)
     assert (list(bias.tokens), bias.beta) == ([10, 11, 12], 0.2)
     made.output.append(10)
@@ -165,13 +165,11 @@ def test_the_next_request_of_a_session_drafts_the_last_output_without_its_end(dr
     assert 12 in drafter.propose([made], 8)[0].tokens
 
 
-def drafted(drafter, session, namespace=None):
+def drafted(drafter, session, namespace="default"):
     """What the session's next request is drafted."""
-    made = request(session=session)
-    if namespace:
-        made.params["namespace"] = namespace
+    made = request(options=RequestOptions(namespace=namespace), session=session)
     drafter.prefill([made])
-    return drafter.foresee([made], 8)[0].tokens.tolist()
+    return drafter.prefill_draft([made], 8)[0].tokens.tolist()
 
 
 @pytest.mark.parametrize("session", ["talk-7", "8f14e45f-ceea-367f-9d5c-6a1d3c1f2b3a", SECRET[:-1]])
@@ -182,7 +180,7 @@ def test_a_session_that_others_could_name_is_drafted_without_a_bias(session, ask
     write(drafter, session, [10, 11, 12])
     made = request(session=session, **asked)
     drafter.prefill([made])
-    assert drafter.foresee([made], 8)[0].tokens.tolist() == [10, 11, 12]
+    assert drafter.prefill_draft([made], 8)[0].tokens.tolist() == [10, 11, 12]
     assert drafter.bias(made) is None
     made.output += [10, 99, 11]
     drafter.start(made)
@@ -223,8 +221,7 @@ def test_a_deleted_request_leaves_its_session_nothing_by_id_or_name(drafter):
 
 def test_a_request_that_runs_goes_on_without_what_was_deleted_and_is_not_kept(drafter):
     write(drafter, SECRET, [10, 11, 12, 13], "gone", rid="old")
-    made = request("new", session=SECRET, beta=0.9)
-    made.params |= {"namespace": "gone", "ingest": True}
+    made = request("new", options=RequestOptions(namespace="gone"), session=SECRET, beta=0.9)
     drafter.prefill([made])
     write(drafter, SECRET, [20, 21], "gone", rid="beside")  # replaces it, but it is still drafted
     made.output.append(10)
@@ -246,7 +243,7 @@ def test_other_sessions_and_namespaces_have_no_draft(drafter):
     write(drafter, "mine", [10, 11, 12], namespace="a")
     for made in (request(session="mine"), request(session="other"), request()):
         drafter.prefill([made])
-        assert len(drafter.foresee([made], 8)[0]) == 0
+        assert len(drafter.prefill_draft([made], 8)[0]) == 0
         assert drafter.bias(made) is None
 
 
@@ -257,13 +254,13 @@ def test_aborted_outputs_do_not_become_drafts(drafter):
     drafter.finish(made, False)
     made = request(session="s2")
     drafter.prefill([made])
-    assert drafter.foresee([made], 8)[0].tokens.tolist() == [10, 11]
+    assert drafter.prefill_draft([made], 8)[0].tokens.tolist() == [10, 11]
 
 
 def test_given_drafts_are_trimmed_and_biased_as_asked(drafter):
     made = request(draft=[10, 11, 12, 13], trim=2, beta=0.5)
     drafter.prefill([made])
-    assert drafter.foresee([made], 8)[0].tokens.tolist() == [10, 11]
+    assert drafter.prefill_draft([made], 8)[0].tokens.tolist() == [10, 11]
     assert drafter.bias(made).beta == 0.5
     exact = request(draft=[10, 11], beta=0)
     drafter.prefill([exact])
@@ -291,7 +288,7 @@ def test_retrieval_joins_behind_a_disagreement(drafter):
 def test_what_is_no_token_of_the_model_ends_a_draft(drafter):
     made = request(draft=[10, 10**9, 11])
     drafter.prefill([made])
-    assert drafter.foresee([made], 8)[0].tokens.tolist() == [10]
+    assert drafter.prefill_draft([made], 8)[0].tokens.tolist() == [10]
     assert list(drafter.bias(made).tokens) == [10]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.budget.cost_model import CostModel
-from sglang_ext.drafters import Bias, DrafterContext, DrafterError
+from sglang_ext.drafters import Bias, Drafter, DrafterContext, DrafterError
 from sglang_ext.options import Options
 from sglang_ext.request_options import RequestOptionError, RequestOptions
 from sglang_ext.step.planner import DraftPlanner
@@ -19,7 +19,7 @@ from sglang_ext.tree import TokenTree, pack
 FLAT_COST = {1: 1.0, 64: 1.0}
 
 
-class Recorder:
+class Recorder(Drafter):
     """Drafts a fixed answer and writes down what it is told."""
 
     def __init__(self, answer: Any):
@@ -63,17 +63,16 @@ def request(rid: str, output: list[int], max_new_tokens: int = 100, **params: An
     )
 
 
-def planner(monkeypatch, budget: str = "fixed", **drafters: Any) -> DraftPlanner:
-    monkeypatch.setattr("sglang_ext.step.planner.load", lambda name, _context: drafters[name])
+def planner(budget: str = "fixed", **drafters: Drafter) -> DraftPlanner:
     names = list(drafters)
     options = Options(drafter=names[0], drafters=",".join(names), budget=budget)
     context = DrafterContext(vocab_size=50, options=options)
-    return DraftPlanner(context, 8, 4, CostModel(FLAT_COST), active=True)
+    return DraftPlanner(context, 8, 4, CostModel(FLAT_COST), active=True, drafters=drafters)
 
 
-def test_a_requests_life_is_told_in_order(monkeypatch):
+def test_a_requests_life_is_told_in_order():
     drafter = Recorder(TokenTree.chain([7]))
-    plan = planner(monkeypatch, a=drafter)
+    plan = planner(a=drafter)
     req = request("r", [10])
     plan.requests.update([req], None)
     req.output_ids += [11, 12]
@@ -93,9 +92,9 @@ def test_a_requests_life_is_told_in_order(monkeypatch):
     ]
 
 
-def test_a_request_that_is_retracted_before_its_known_tokens_are_served_starts_again(monkeypatch):
+def test_a_request_that_is_retracted_before_its_known_tokens_are_served_starts_again():
     drafter = Recorder(TokenTree.chain([7]))
-    plan = planner(monkeypatch, a=drafter)
+    plan = planner(a=drafter)
     req = request("r", [10])
     [running] = plan.requests.update([req], None)
     plan.requests.advance(running, [11, 12])
@@ -119,17 +118,17 @@ def test_a_request_that_is_retracted_before_its_known_tokens_are_served_starts_a
         "nonsense",
     ],
 )
-def test_a_bad_drafter_costs_the_step_its_draft(answer, monkeypatch, caplog):
-    plan = planner(monkeypatch, bad=Recorder(answer), good=Recorder(TokenTree.chain([5, 6])))
+def test_a_bad_drafter_costs_the_step_its_draft(answer, caplog):
+    plan = planner(bad=Recorder(answer), good=Recorder(TokenTree.chain([5, 6])))
     reqs = [request("x", [1]), request("y", [1], drafter="good")]
     trees, width = plan.plan(plan.requests.update(reqs, None))
     assert [len(tree) for tree in trees] == [0, 2]
     assert width == 3
-    assert "failed to propose" in caplog.text
+    assert "drafter bad failed in propose (failure 1)" in caplog.text
 
 
-def test_trees_end_where_the_output_must(monkeypatch):
-    plan = planner(monkeypatch, a=Recorder(TokenTree.chain([5] * 7)))
+def test_trees_end_where_the_output_must():
+    plan = planner(a=Recorder(TokenTree.chain([5] * 7)))
     reqs = [
         request("long", [1]),
         request("four left", [1], max_new_tokens=5),
@@ -141,8 +140,8 @@ def test_trees_end_where_the_output_must(monkeypatch):
     assert [len(tree) for tree in trees] == [7, 3, 0, 2, 0]
 
 
-def test_unknown_drafter_from_inside_decodes_plainly(monkeypatch, caplog):
-    plan = planner(monkeypatch, a=Recorder(TokenTree.chain([5])))
+def test_unknown_drafter_from_inside_decodes_plainly(caplog):
+    plan = planner(a=Recorder(TokenTree.chain([5])))
     trees, width = plan.plan(plan.requests.update([request("r", [1], drafter="zzz")], None))
     assert len(trees[0]) == 0 and width == 1
     assert "custom_params.drafter" in caplog.text
@@ -156,16 +155,16 @@ class Verified(Recorder):
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_drafters_that_ask_are_told_what_the_target_said_at_every_node(broken, monkeypatch, caplog):
+def test_drafters_that_ask_are_told_what_the_target_said_at_every_node(broken, caplog):
     drafter, other = Verified(TokenTree.chain([5, 6])), Recorder(TokenTree.chain([5]))
-    plan = planner(monkeypatch, a=drafter, b=other)
+    plan = planner(a=drafter, b=other)
     running = plan.requests.update([request("x", [1]), request("y", [1], drafter="b")], None)
     trees, width = plan.plan(running)
     index = np.array([[0, -1, -1], [3, -1, -1]], dtype=np.int32)
     said = np.array([[7, 99 if broken else 8, 9], [1, 2, 0]], dtype=np.int32)
     plan.observe(running, trees, pack([1, 1], trees, width), index, said)
     assert drafter.calls[-1] == ("verified", "x", [5, 6], said[0].tolist())
-    assert ("failed on what was verified" in caplog.text) == broken
+    assert ("drafter a failed in verified" in caplog.text) == broken
     plan.observe(running, trees, pack([1, 1], trees, width), index)  # sampled: not told
     assert [call[0] for call in drafter.calls].count("verified") == 1
 
@@ -178,16 +177,16 @@ class Foreseeing(Verified):
     def prefill(self, requests):
         self.calls.append(("prefill", [r.rid for r in requests]))
 
-    def foresee(self, requests, max_nodes):
-        self.calls.append(("foresee", [r.rid for r in requests], max_nodes))
+    def prefill_draft(self, requests, max_nodes):
+        self.calls.append(("prefill_draft", [r.rid for r in requests], max_nodes))
         if isinstance(self.chain, Exception):
             raise self.chain
         return [self.chain] * len(requests)
 
 
-def test_what_may_be_read_behind_a_prompt(monkeypatch):
+def test_what_may_be_read_behind_a_prompt():
     drafter, other = Foreseeing(TokenTree.chain([5, 6, 7])), Recorder(TokenTree.chain([5]))
-    plan = planner(monkeypatch, a=drafter, b=other)
+    plan = planner(a=drafter, b=other)
     reqs = [
         request("x", []),
         request("y", [], drafter="b"),
@@ -196,7 +195,7 @@ def test_what_may_be_read_behind_a_prompt(monkeypatch):
     ]
     plan.prefill(reqs)
     chains = plan.foresee(reqs)
-    assert drafter.calls[1:] == [("foresee", ["x", "z"], 7)]
+    assert drafter.calls[1:] == [("prefill_draft", ["x", "z"], 7)]
     assert [len(chain) for chain in chains] == [3, 0, 2, 0]
     plan.foreseen(reqs, chains, [[5, 6, 1, 2], [9], [5, 1, 1], [3]])
     assert drafter.calls[2:] == [
@@ -206,17 +205,17 @@ def test_what_may_be_read_behind_a_prompt(monkeypatch):
 
 
 @pytest.mark.parametrize("chain", [RuntimeError("broken"), TokenTree.chain([99])])
-def test_a_drafter_that_cannot_foresee_costs_nothing(chain, monkeypatch, caplog):
-    plan = planner(monkeypatch, a=Foreseeing(chain))
+def test_a_drafter_that_cannot_foresee_costs_nothing(chain, caplog):
+    plan = planner(a=Foreseeing(chain))
     reqs = [request("x", [])]
     plan.prefill(reqs)
     assert [len(chain) for chain in plan.foresee(reqs)] == [0]
-    assert "failed to foresee" in caplog.text
+    assert "drafter a failed in prefill_draft" in caplog.text
 
 
-def test_auto_budget_stops_verifying_what_is_never_accepted(monkeypatch):
+def test_auto_budget_stops_verifying_what_is_never_accepted():
     tree = TokenTree.chain([5] * 7, prob=0.9)
-    plan = planner(monkeypatch, budget="auto", a=Recorder(tree))
+    plan = planner(budget="auto", a=Recorder(tree))
     plan.cost = CostModel({1: 1.0, 8: 1.6})
     running = plan.requests.update([request("r", [1])], None)
     widths = []
@@ -230,9 +229,9 @@ def test_auto_budget_stops_verifying_what_is_never_accepted(monkeypatch):
     assert widths[0] > 4 and widths[-1] == 1
 
 
-def test_each_request_is_cut_to_the_nodes_that_pay(monkeypatch):
+def test_each_request_is_cut_to_the_nodes_that_pay():
     sure, poor = TokenTree.chain([5] * 7, prob=0.97), TokenTree.chain([6] * 7, prob=0.05)
-    plan = planner(monkeypatch, budget="auto", a=Recorder([sure, poor]))
+    plan = planner(budget="auto", a=Recorder([sure, poor]))
     plan.cost = CostModel({1: 1.0, 16: 2.0})
     running = plan.requests.update([request("x", [1]), request("y", [1])], None)
     trees, width = plan.plan(running)
@@ -250,9 +249,9 @@ class Sleeper(Recorder):
 
 
 @pytest.mark.parametrize(("budget", "calls"), [("auto", 6), ("fixed", 100)])
-def test_drafting_that_never_pays_takes_little_of_the_time(budget, calls, monkeypatch):
+def test_drafting_that_never_pays_takes_little_of_the_time(budget, calls):
     drafter = Sleeper(None)
-    plan = planner(monkeypatch, budget=budget, a=drafter)
+    plan = planner(budget=budget, a=drafter)
     running = plan.requests.update([request("x", [1])], None)
     for _ in range(100):
         plan.plan(running, plan.looks())
@@ -270,9 +269,9 @@ def test_drafting_that_never_pays_takes_little_of_the_time(budget, calls, monkey
         ({"stop_token_ids": [7]}, []),
     ],
 )
-def test_what_ends_a_request_is_not_drafted(monkeypatch, ending, drafted):
+def test_what_ends_a_request_is_not_drafted(ending, drafted):
     # Committed in one step with what follows it, SGLang would look for stop strings behind it.
-    plan = planner(monkeypatch, a=Recorder(TokenTree.chain([7, 49, 8])))
+    plan = planner(a=Recorder(TokenTree.chain([7, 49, 8])))
     req = request("r", [10])
     vars(req.sampling_params).update(ending)
     trees, _ = plan.plan(plan.requests.update([req], None))
@@ -286,14 +285,14 @@ def test_every_token_that_sglang_ends_a_request_at_is_known():
     assert ending_tokens(req).tolist() == [3, 5, 6, 49]
 
 
-def test_metrics_tell_what_was_proposed_and_accepted(monkeypatch):
+def test_metrics_tell_what_was_proposed_and_accepted():
     tree = TokenTree(
         np.array([5, 6, 7]),
         np.array([-1, 0, -1], dtype=np.int32),
         np.array([0.9, 0.8, 0.1], dtype=np.float32),
         np.array([1, 5, 8], dtype=np.int8),
     )
-    plan = planner(monkeypatch, a=Recorder(tree))
+    plan = planner(a=Recorder(tree))
     plan.metrics = Mock()
     plan.metrics.gauges_due.return_value = False
     running = plan.requests.update([request("r", [1])], None)
@@ -304,9 +303,9 @@ def test_metrics_tell_what_was_proposed_and_accepted(monkeypatch):
     assert reported == [tree] and accepted[0].tolist() == [True, False, False]
 
 
-def test_a_step_that_ends_after_its_request_has_left_teaches_nothing(monkeypatch):
+def test_a_step_that_ends_after_its_request_has_left_teaches_nothing():
     drafter = Verified(TokenTree.chain([5, 6]))
-    plan = planner(monkeypatch, a=drafter)
+    plan = planner(a=drafter)
     plan.metrics = Mock()
     plan.metrics.gauges_due.return_value = False
     reqs = [request("gone", [1]), request("here", [2])]
@@ -323,16 +322,16 @@ def test_a_step_that_ends_after_its_request_has_left_teaches_nothing(monkeypatch
 
 
 @pytest.mark.parametrize(("nodes", "width"), [(0, 1), (1, 2), (2, 4), (3, 4), (5, 8), (7, 8)])
-def test_a_device_step_has_the_least_captured_width_that_holds_its_trees(nodes, width, monkeypatch):
-    plan = planner(monkeypatch, a=Recorder(TokenTree.chain(range(1, nodes + 1))))
+def test_a_device_step_has_the_least_captured_width_that_holds_its_trees(nodes, width):
+    plan = planner(a=Recorder(TokenTree.chain(range(1, nodes + 1))))
     plan.use_widths((1, 2, 4, 8), lambda bs: bs)
     running = plan.requests.update([request("x", [1])], None)
     trees, chosen = plan.plan(running)
     assert (len(trees[0]), chosen) == (nodes, width)
 
 
-def test_on_a_device_a_look_takes_until_its_step_is_launched(monkeypatch):
-    plan = planner(monkeypatch, budget="auto", a=Recorder(TokenTree.chain([5])))
+def test_on_a_device_a_look_takes_until_its_step_is_launched():
+    plan = planner(budget="auto", a=Recorder(TokenTree.chain([5])))
     plan.use_widths((1, 2, 4, 8), lambda bs: bs)
     running = plan.requests.update([request("x", [1])], None)
     plan.plan(running, plan.looks())
@@ -353,28 +352,28 @@ def test_on_a_device_a_look_takes_until_its_step_is_launched(monkeypatch):
         ({"budget": "fixed"}, False, True),
     ],
 )
-def test_a_step_needs_the_host_only_to_draft(settings, look, needed, monkeypatch):
-    plan = planner(monkeypatch, a=Recorder(TokenTree.chain([5])))
+def test_a_step_needs_the_host_only_to_draft(settings, look, needed):
+    plan = planner(a=Recorder(TokenTree.chain([5])))
     req = request("x", [1], **settings)
     assert plan.needs_host([req], look)  # its first step: it is not known yet
     plan.requests.update([req], None)
     assert plan.needs_host([req], look) == needed
 
 
-def test_penalties_and_biases_need_the_host(monkeypatch):
+def test_penalties_and_biases_need_the_host():
     class Biasing(Recorder):
         def bias(self, request):
             return None
 
-    plan = planner(monkeypatch, a=Recorder(TokenTree.empty()), b=Biasing(TokenTree.empty()))
+    plan = planner(a=Recorder(TokenTree.empty()), b=Biasing(TokenTree.empty()))
     reqs = [request("plain", [1]), request("penal", [1]), request("biased", [1], drafter="b")]
     reqs[1].sampling_params.repetition_penalty = 1.2
     plan.requests.update(reqs, None)
     assert [plan.needs_host([req], look=False) for req in reqs] == [False, True, True]
 
 
-def test_requests_that_vanish_are_forgotten(monkeypatch):
-    plan = planner(monkeypatch, a=Recorder(TokenTree.empty()))
+def test_requests_that_vanish_are_forgotten():
+    plan = planner(a=Recorder(TokenTree.empty()))
     for i in range(20):
         plan.requests.update([request(str(i), [1])], None)
     assert len(plan.requests._running) <= 5
@@ -394,9 +393,9 @@ class Reader(Recorder):
         self.calls.append(("prefill", [r.rid for r in requests], [r.output for r in requests]))
 
 
-def test_a_drafter_reads_prompts_once_and_with_the_target(monkeypatch):
+def test_a_drafter_reads_prompts_once_and_with_the_target():
     drafter = Reader(TokenTree.chain([7]))
-    plan = planner(monkeypatch, a=drafter, b=Recorder(TokenTree.empty()))
+    plan = planner(a=drafter, b=Recorder(TokenTree.empty()))
     first, second, other = request("r", []), request("s", []), request("t", [], drafter="b")
     plan.prefill([first, other])
     plan.prefill([first, second])  # a later chunk of the first one's prompt
@@ -411,9 +410,9 @@ def test_a_drafter_reads_prompts_once_and_with_the_target(monkeypatch):
     assert running[0].draft.output == [10]
 
 
-def test_a_request_can_ask_for_all_its_drafts_to_be_verified(monkeypatch):
+def test_a_request_can_ask_for_all_its_drafts_to_be_verified():
     poor = TokenTree.chain([5] * 7, prob=0.01)
-    plan = planner(monkeypatch, budget="auto", a=Recorder(poor))
+    plan = planner(budget="auto", a=Recorder(poor))
     plan.cost = CostModel({1: 1.0, 16: 20.0})
     reqs = [request("r", [1]), request("s", [1], budget="fixed")]
     trees, width = plan.plan(plan.requests.update(reqs, None))
@@ -440,18 +439,18 @@ class Biased(Recorder):
 @pytest.mark.parametrize(
     "wanted", [None, Bias([50], 0.2), Bias([1], 2.0), RuntimeError("lost")], ids=str
 )
-def test_a_bias_that_is_none_leaves_the_step_as_it_is(monkeypatch, wanted):
+def test_a_bias_that_is_none_leaves_the_step_as_it_is(wanted):
     drafter = Biased(TokenTree.empty())
     drafter.wanted = wanted
-    made = planner(monkeypatch, biased=drafter)
+    made = planner(biased=drafter)
     running = made.requests.update([request("a", [4])], None)
     assert made.biases(running) == [None]
 
 
-def test_biases_of_prefills_know_retracted_requests(monkeypatch):
+def test_biases_of_prefills_know_retracted_requests():
     drafter = Biased(TokenTree.empty())
     drafter.wanted = Bias([7], 0.2)
-    made = planner(monkeypatch, biased=drafter)
+    made = planner(biased=drafter)
     old, new, unknown = request("old", [4]), request("new", []), request("x", [])
     made.requests.update([old], None)
     old.output_ids.append(5)  # written in its last step, then retracted
@@ -461,9 +460,9 @@ def test_biases_of_prefills_know_retracted_requests(monkeypatch):
     assert ("prefill", ["new"]) in drafter.calls
 
 
-def test_what_is_committed_in_a_step_leaves_less_room_for_its_trees(monkeypatch):
+def test_what_is_committed_in_a_step_leaves_less_room_for_its_trees():
     drafter = Recorder(TokenTree.chain([7, 8, 9, 10, 11, 12, 13], 0.99))
-    plan = planner(monkeypatch, a=drafter)  # 8 wide
+    plan = planner(a=drafter)  # 8 wide
     running = plan.requests.update([request("r", [1]), request("s", [1])], None)
     plan.requests.advance(running[0], [2, 3, 4, 5])
     trees, width = plan.plan(running, committed=[4, 0])
@@ -489,9 +488,9 @@ def arriving(rid: str, **params: Any):
     return req
 
 
-def test_a_drafter_prepares_while_another_server_reads_the_prompt(monkeypatch):
+def test_a_drafter_prepares_while_another_server_reads_the_prompt():
     drafter = Preparing(TokenTree.chain([7]))
-    plan = planner(monkeypatch, a=drafter)
+    plan = planner(a=drafter)
     plan.metrics = Mock()
     req = arriving("r")
     plan.arrive(req)
@@ -506,30 +505,32 @@ def test_a_drafter_prepares_while_another_server_reads_the_prompt(monkeypatch):
     assert 0.5 < lead.args[0] <= 1.0
 
 
-def test_drafters_without_prepare_read_the_prompt_at_arrival(monkeypatch):
-    drafter = Recorder(TokenTree.chain([7]))
-    drafter.prefill = lambda requests: drafter.calls.append(("prefill", requests[0].rid))
-    plan = planner(monkeypatch, a=drafter)
+def test_drafters_without_prepare_read_the_prompt_at_arrival():
+    drafter = Reader(TokenTree.chain([7]))
+    plan = planner(a=drafter)
     plan.arrive(arriving("r"))
     plan.arrive(arriving("plain", drafter="none"))
     plan.arrive(arriving("undrafted", draft_length=0))
-    assert drafter.calls == [("prefill", "r")]
+    assert drafter.calls == [("prefill", ["r"], [[]])]
 
 
-def test_a_drafter_that_fails_to_prepare_starts_later(monkeypatch, caplog):
-    drafter = Recorder(TokenTree.chain([7]))
-    drafter.prepare = Mock(side_effect=RuntimeError("no room"))
-    plan = planner(monkeypatch, a=drafter)
+def test_a_drafter_that_fails_to_prepare_starts_later(caplog):
+    class Full(Recorder):
+        def prepare(self, requests):
+            raise RuntimeError("no room")
+
+    drafter = Full(TokenTree.chain([7]))
+    plan = planner(a=drafter)
     req = arriving("r")
     plan.arrive(req)
     req.output_ids.append(10)
     plan.requests.update([req], None)
-    assert drafter.calls == [("start", "r", [10])]
+    assert drafter.calls == [("finish", "r", [], False), ("start", "r", [10])]
     assert "no room" in caplog.text
 
 
-def test_requests_whose_kv_never_came_are_forgotten(monkeypatch):
-    plan = planner(monkeypatch, a=Preparing(TokenTree.chain([7])))
+def test_requests_whose_kv_never_came_are_forgotten():
+    plan = planner(a=Preparing(TokenTree.chain([7])))
     failed = [arriving(f"failed {i}") for i in range(4)]
     for req in failed:
         plan.arrive(req)
@@ -540,8 +541,8 @@ def test_requests_whose_kv_never_came_are_forgotten(monkeypatch):
     assert plan.requests.prefilled(waiting) is not None
 
 
-def test_looks_for_requests_with_a_fixed_budget_say_nothing_about_the_others(monkeypatch):
-    plan = planner(monkeypatch, "auto", a=Recorder(TokenTree.empty()))
+def test_looks_for_requests_with_a_fixed_budget_say_nothing_about_the_others():
+    plan = planner("auto", a=Recorder(TokenTree.empty()))
     plan._ration = Mock(**{"allows.return_value": False})
     fixed = request("x", [1], budget="fixed")
     plan.plan(plan.requests.update([fixed], None))

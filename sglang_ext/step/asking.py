@@ -1,0 +1,97 @@
+"""Asking drafters so that nothing that they raise reaches the scheduler."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TypeVar, TypeVarTuple
+
+from sglang_ext.drafters import Drafter, overrides
+
+logger = logging.getLogger(__name__)
+
+_LOGGED_EVERY = 100
+_FAILED = object()
+
+Args = TypeVarTuple("Args")
+Answer = TypeVar("Answer")
+Default = TypeVar("Default")
+
+
+class AskedDrafter:
+    """One of a server's drafters: which hooks it has, looked up once, and its guarded calls.
+
+    A hook that raises costs its call: the caller gets a default, and one line is logged, with the
+    traceback the first time, then of every hundredth failure of the hook.
+
+    Args:
+        name: the drafter's, for messages.
+        drafter: the drafter.
+
+    Attributes:
+        reads_prompts: it has `prefill`, or what follows it: `prefill_draft` or `bias`.
+        prepares: it has `prepare`, or `prefill` in its place.
+        drafts_in_prefill: it has `prefill_draft`.
+        observes: it has `observe`.
+        learns: it has `verified`.
+        biases: it has `bias`.
+    """
+
+    def __init__(self, name: str, drafter: Drafter) -> None:
+        self.name = name
+        self.drafter = drafter
+        prefills = overrides(drafter, Drafter.prefill)
+        self.prepares = prefills or overrides(drafter, Drafter.prepare)
+        self.drafts_in_prefill = overrides(drafter, Drafter.prefill_draft)
+        self.biases = overrides(drafter, Drafter.bias)
+        self.reads_prompts = prefills or self.drafts_in_prefill or self.biases
+        self.observes = overrides(drafter, Drafter.observe)
+        self.learns = overrides(drafter, Drafter.verified)
+        self._failures: Counter[str] = Counter()
+
+    def ask(
+        self,
+        hook: Callable[[*Args], Answer],
+        *args: *Args,
+        default: Default,
+        check: Callable[[Answer], object] | None = None,
+    ) -> Answer | Default:
+        """What a hook answers; `default` where it raises.
+
+        Args:
+            hook: a method of the drafter.
+            check: raises where the answer is malformed, which counts as if the hook had raised.
+        """
+        try:
+            answer = hook(*args)
+            if check is not None:
+                check(answer)
+        except Exception as error:
+            self._note_failure(hook.__name__, error)
+            return default
+        return answer
+
+    def tell(self, hook: Callable[[*Args], None], *args: *Args) -> bool:
+        """Call a hook that answers nothing; whether it went through."""
+        return self.ask(hook, *args, default=_FAILED) is not _FAILED
+
+    def counters(self) -> Mapping[str, float]:
+        """The drafter's totals since the start by name; none where it raises."""
+
+        def counters() -> Mapping[str, float]:
+            return self.drafter.counters
+
+        return self.ask(counters, default={})
+
+    def _note_failure(self, hook: str, error: Exception) -> None:
+        failures = self._failures[hook]
+        self._failures[hook] += 1
+        if failures % _LOGGED_EVERY == 0:
+            logger.error(
+                "drafter %s failed in %s (failure %d): %s: %s",
+                self.name,
+                hook,
+                failures + 1,
+                type(error).__name__,
+                error,
+                exc_info=error if failures == 0 else None,
+            )
