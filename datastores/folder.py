@@ -56,7 +56,7 @@ class SubIndexFile:
 
     @cached_property
     def by_owner(self) -> dict[str, tuple[Segment, ...]]:
-        """Its segments by namespace or corpus."""
+        """Segments of the file by namespace or corpus."""
         found: dict[str, tuple[Segment, ...]] = {}
         for owner, segment in self.segments:
             found[owner] = (*found.get(owner, ()), segment)
@@ -135,7 +135,7 @@ class Folder:
             logger.error("The datastore leaves a sub-index out: %s", problem)
 
     def follow(self) -> bool:
-        """Of a folder that is read only: what its writer has changed since; False: nothing.
+        """Takes in what the writer of a read-only folder has changed; False: nothing.
 
         Raises DatastoreError: the manifest is damaged, or that of another tokenizer now; what was
         there before is served on.

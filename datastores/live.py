@@ -45,7 +45,7 @@ class _Sorted(NamedTuple):
     elders: tuple[Segment, ...]
     """What was searchable of the namespace when it was sorted."""
     segments: tuple[Segment, ...]
-    """The same with the documents, small neighbours merged."""
+    """What is searchable with the documents, small neighbours merged."""
 
 
 class LiveCollection:

@@ -56,7 +56,7 @@ COUNTED = (
 
 @dataclass
 class Turn:
-    """The same requests by each server: output tokens, and the seconds that it ran."""
+    """One round of requests, the same to each server: output tokens, seconds that it ran."""
 
     plain_tokens: int
     plain_s: float

@@ -3,8 +3,8 @@
 A model: nothing here ran on a GPU, and every figure says so in its name. The seconds of a step come
 from scripts/lib/gpu_roofline.py (Llama-3-8B on an H100). Texts, drafts, acceptance and decisions
 are real: SSSD drafts for answers that are known, and the product's ration, calibration, cost model
-and choose_width decide which steps look for drafts and how wide they verify. They know no more than on
-a server: the times of steps, with noise and one step late, from the first step on.
+and choose_width decide which steps look for drafts and how wide they verify. They know no more than
+on a server: the times of steps, with noise and one step late, from the first step on.
 
     python -m scripts.bench_cuda_budget [--quick] [--half even|odd] [--seed N] [--json FILE]
 
@@ -297,7 +297,7 @@ class Row:
 
     @property
     def vs_best(self) -> float:
-        """Of the best fixed width's, plain included."""
+        """Adaptive tokens/s by those of the best fixed width, plain included."""
         return self.adaptive / max(self.fixed.values())
 
 

@@ -188,7 +188,7 @@ def advance(drafter: Drafter, running: Running, tree: TokenTree) -> int:
 
 
 def plain_cost(answers: Sequence[Answer], batch: int) -> float:
-    """The same without drafts."""
+    """Milliseconds that the answers take in a closed loop of `batch` requests without drafts."""
     total = 0.0
     running: list[int] = []
     for fold in range(FOLDS):

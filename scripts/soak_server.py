@@ -73,7 +73,7 @@ class Sample:
 
     @property
     def rss_mib(self) -> float:
-        """Of all processes."""
+        """MiB of memory of all processes."""
         return sum(self.rss_mib_by_pid.values())
 
 

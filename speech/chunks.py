@@ -72,7 +72,7 @@ class Chunk:
 
     @property
     def duration(self) -> float:
-        """Its seconds."""
+        """Seconds of audio in the chunk."""
         return len(self.samples) / SAMPLE_RATE
 
     @property

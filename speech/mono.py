@@ -202,6 +202,6 @@ def _samples(frame: Any) -> np.ndarray:
 
 
 def _safe(samples: np.ndarray) -> np.ndarray:
-    """The same array, from -1 to 1, what is no number as silence."""
+    """Clip samples to -1..1 in place, what is no number to silence; returns the array."""
     np.nan_to_num(samples, copy=False, nan=0.0, posinf=1.0, neginf=-1.0)
     return np.clip(samples, -1.0, 1.0, out=samples)

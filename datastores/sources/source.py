@@ -32,7 +32,7 @@ class Record(NamedTuple):
     """One document of a source."""
 
     content: str | np.ndarray | SourceError
-    """Its text, its token ids (int32[n]), or what is wrong with it."""
+    """A document's text, its token ids (int32[n]), or what is wrong with it."""
     position: Position
     """Behind it."""
     done: int

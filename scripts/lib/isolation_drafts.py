@@ -316,7 +316,7 @@ def draft_request(rid: str, text: Sequence[int], tenant: str) -> DraftRequest:
 
 
 def check_while_serving(bench: Bench) -> None:
-    """The same while texts of all tenants come in and are folded."""
+    """Check drafts for leaks while texts of all tenants come in and are folded."""
     done = threading.Event()
 
     def keep_folding() -> None:

@@ -17,7 +17,7 @@ class WordErrors:
     references: Sequence[str]
 
     def rate(self, texts: Iterable[str]) -> float:
-        """Of all words together, 0.07 for 7%."""
+        """Word error rate over all texts together, 0.07 for 7%."""
         normalize: Callable[[str], str] = EnglishTextNormalizer()
         return jiwer.wer(
             [normalize(text) for text in self.references], [normalize(text) for text in texts]

@@ -30,7 +30,7 @@ _TEXTS = ("rid", "session_id", "extra_key", "cache_salt", "routing_key", "lora_p
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one request.
+    """What one request may ask for at most.
 
     Attributes:
         choices: most answers to one prompt (`n`).

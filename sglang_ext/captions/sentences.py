@@ -92,7 +92,7 @@ def _breaks(words: Sequence[str], end: int) -> bool:
 
 
 def _spread(ends: Sequence[int]) -> list[int]:
-    """The same places, and more where they are further apart than the longest sentence."""
+    """Places where sentences end, and more where two are further apart than the longest one."""
     places = [ends[0]]
     for end in ends[1:]:
         places += [*range(places[-1] + MOST_WORDS, end, MOST_WORDS), end]

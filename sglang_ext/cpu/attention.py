@@ -55,7 +55,7 @@ class VisibleSlots:
         return cls(row, start, count, np.zeros(1, np.int64), nothing, nothing)
 
     def within(self, window: int) -> "VisibleSlots":
-        """The same tokens, each seeing itself and the `window` tokens before it."""
+        """Slots of the same tokens where each sees itself and the `window` tokens before it."""
         extra_count = np.minimum(self.extra_count, window + 1)
         count = np.minimum(self.count, window + 1 - extra_count)
         return VisibleSlots(

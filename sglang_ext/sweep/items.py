@@ -97,7 +97,7 @@ def heads(items: Iterable[Item]) -> list[Item]:
 
 
 def as_sessions(items: Sequence[Item], params: Mapping[str, Any], run: str) -> list[Item]:
-    """The same requests, each stream a session of SSBD's.
+    """Requests of retranslation with each stream a session of SSBD's.
 
     A session's last output is the draft of its next one; only what a stream ends with is ingested,
     if anything is.

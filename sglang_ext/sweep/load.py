@@ -68,7 +68,7 @@ class Load:
 
     @property
     def output_tokens(self) -> int:
-        """Of the requests that did not fail."""
+        """Output tokens of the requests that did not fail."""
         return sum(len(answer.output_ids) for answer in self.answers if answer.error is None)
 
 

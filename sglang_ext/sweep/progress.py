@@ -49,7 +49,7 @@ class Pace:
         return statistics.fmean(others) if others else 0.0
 
     def left(self, points: Iterable[Point], starts: int = 0) -> str:
-        """The same for people; the servers are started so many times more."""
+        """Time left in words, with `starts` further starts of servers."""
         return f"{_duration(self.seconds(points) + starts * self.start_s)} left"
 
 

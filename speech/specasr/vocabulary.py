@@ -79,7 +79,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Any) -> "Vocabulary":
-        """Of a transformers fast tokenizer, or of a `tokenizers.Tokenizer`."""
+        """Read it from a transformers fast tokenizer or a `tokenizers.Tokenizer`."""
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         content = json.loads(backend.to_str())
         special = {token["content"]: token["id"] for token in content["added_tokens"]}
@@ -87,7 +87,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, folder: Path | str) -> "Vocabulary":
-        """Of a model folder's tokenizer.json.
+        """Read it from a model folder's tokenizer.json.
 
         Raises:
             ValueError: there is none, or it is not a Whisper's.

@@ -35,7 +35,7 @@ def sizes(kit: Kit) -> tuple[int, int]:
 
 
 def prompts(kit: Kit) -> list[list[int]]:
-    """Of different lengths, some longer than a chunk of the Triton kernels."""
+    """Prompts of different lengths, some longer than a chunk of the Triton kernels."""
     count, _ = sizes(kit)
     return [kit.rule.prompt(24 + 37 * (n % 9), n) for n in range(count)]
 
@@ -72,12 +72,12 @@ def speculative(part: Part) -> None:
 
 
 def without_overlap(part: Part) -> None:
-    """The same, each step's results processed before the next step."""
+    """Speculate with each step's results processed before the next step."""
     _speculate(part, "no overlap", ("random", "oracle"), ["--disable-overlap-schedule"])
 
 
 def without_graphs(part: Part) -> None:
-    """The same, every step launched kernel by kernel."""
+    """Speculate with every step launched kernel by kernel."""
     _speculate(part, "no graphs", ("random", "oracle"), ["--disable-cuda-graph"])
 
 
