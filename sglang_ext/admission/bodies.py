@@ -1,15 +1,15 @@
 """JSON bodies, read within a limit and looked at before a route does."""
 
-import asyncio
 import traceback
 from collections.abc import Mapping
 from typing import Any
 
 import orjson
+from starlette.requests import ClientDisconnect, Request
 
 from sglang_ext.admission.errors import AdmissionError
 from sglang_ext.admission.sampling_params import check_depth
-from sglang_ext.api.http import error_body
+from sglang_ext.api.http import ApiError, read_body
 
 # SGLang's own JSON goes through pickle and pydantic, which give up at some hundred levels.
 DEEPEST = 100
@@ -43,51 +43,46 @@ class JsonBodies:
         if kind.startswith("multipart/"):
             return await self._app(scope, receive, send)
         try:
-            async with asyncio.timeout(_ARRIVES_S):
-                body, gone = await self._read(receive)
-        except TimeoutError:
-            message = f"the body did not arrive within {_ARRIVES_S:.0f} s"
-            return await _answer(send, 408, message)
-        if gone:
+            body = await self._read(Request(scope, receive))
+        except ClientDisconnect:
             return
-        if body is None:
-            message = (
-                f"the body is longer than the {self._max_bytes >> 20} MiB that this server takes "
-                "(--max-body-mb)"
-            )
-            return await _answer(send, 413, message)
+        except ApiError as error:
+            return await error.response()(scope, receive, send)
         try:
             # SGLang's RequestDecompressionMiddleware comes later.
             if not _header(scope, b"x-body-compressed", ""):
                 _check(body, is_json="json" in kind)
         except AdmissionError as error:
-            return await _answer(send, 400, str(error))
+            return await _refused(str(error), 400).response()(scope, receive, send)
         try:
             await self._app(scope, _again(body, receive), send)
         except Exception as error:
             if scope["path"] not in _OF_THE_BODY and not _is_of_parsing(error):
                 raise
             message = f"the body cannot be read: {type(error).__name__}: {str(error)[:200]}"
-            await _answer(send, 400, message)
+            await _refused(message, 400).response()(scope, receive, send)
 
-    async def _read(self, receive: Any) -> tuple[bytes | None, bool]:
-        """The body, None where it is too long; and whether the client has gone.
+    async def _read(self, request: Request) -> bytes:
+        """The body.
 
-        What is too long is taken in to its end, for a client that still sends reads no answer.
+        Raises:
+            ApiError: it is too long or late.
+            ClientDisconnect: the client has gone.
         """
-        parts: list[bytes] = []
-        length, more = 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None, True
-            part, more = message.get("body", b""), message.get("more_body", False)
-            length += len(part)
-            if length > self._max_bytes:
-                parts.clear()
-            else:
-                parts.append(part)
-        return (None if length > self._max_bytes else b"".join(parts)), False
+        body = await read_body(request, self._max_bytes, _ARRIVES_S)
+        if body.late:
+            raise _refused(f"the body did not arrive within {_ARRIVES_S:.0f} s", 408)
+        if body.too_long:
+            raise _refused(
+                f"the body is longer than the {self._max_bytes >> 20} MiB that this server takes "
+                "(--max-body-mb)",
+                413,
+            )
+        return body.data
+
+
+def _refused(message: str, status: int) -> ApiError:
+    return ApiError(message, status, code=status)
 
 
 def _check(body: bytes, is_json: bool) -> None:
@@ -141,13 +136,3 @@ def _again(body: bytes, receive: Any) -> Any:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again
-
-
-async def _answer(send: Any, status: int, message: str) -> None:
-    body = orjson.dumps(error_body(message, status, code=status))
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

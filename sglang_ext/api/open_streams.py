@@ -2,9 +2,8 @@
 
 import weakref
 from collections import Counter
-from types import TracebackType
 
-from sglang_ext.api.transcription.uploads import ApiError
+from sglang_ext.api.http import ApiError
 
 
 class Streams:
@@ -53,12 +52,7 @@ class Stream:
     def __enter__(self) -> "Stream":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._leave()
 
 

@@ -20,7 +20,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from yarl import URL
 
-from sglang_ext.api.http import error_body
+from sglang_ext.api.http import ApiError
 from sglang_ext.options import Options
 
 AUTHORIZATION = "authorization"
@@ -106,7 +106,7 @@ async def delete_everywhere(urls: Sequence[str], request: Request) -> JSONRespon
         message = f"{first.url} did not delete: {_message(first.body)}"
         if done:
             message += f"; {len(done)} of {len(urls)} servers did"
-        return JSONResponse(error_body(message, first.status, code=first.status), first.status)
+        return ApiError(message, first.status, code=first.status).response()
     return JSONResponse({"deleted_tokens": sum(r.body["deleted_tokens"] for r in done)})
 
 

@@ -18,7 +18,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_ext.api.datastore.control import ControlError
 from sglang_ext.api.datastore.control_client import call_all
-from sglang_ext.api.http import error_body
+from sglang_ext.api.http import ApiError
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
@@ -77,12 +77,7 @@ async def _not_json(request: Request, error: Exception) -> JSONResponse:
     """SGLang's corpus endpoints let a body that is no JSON end in a 500."""
     if not request.url.path.endswith(("_external_corpus", "_external_corpora")):
         raise error
-    return error_response(f"the body is not JSON: {error}", 400)
-
-
-def error_response(message: str, status: int) -> JSONResponse:
-    """An error as OpenAI's API would give it."""
-    return JSONResponse(error_body(message, status, code=status), status)
+    return ApiError(f"the body is not JSON: {error}", code=400).response()
 
 
 async def _answer(op: str, merge: Any, **arguments: Any) -> JSONResponse:
@@ -90,7 +85,7 @@ async def _answer(op: str, merge: Any, **arguments: Any) -> JSONResponse:
         # In a thread: the event loop serves requests meanwhile.
         return JSONResponse(merge(await asyncio.to_thread(call_all, op, **arguments)))
     except ControlError as error:
-        return error_response(str(error), error.status)
+        return ApiError(str(error), error.status, code=error.status).response()
 
 
 def _forget_sessions(request: Request, namespace: str | None, session_id: str | None) -> None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_ext.api.http import ApiError
 from sglang_ext.api.transcription.chunk_decoder import ChunkDecoder, ChunkResult, Deltas
 from sglang_ext.api.transcription.transcription_request import TranscriptionRequest
-from sglang_ext.api.transcription.uploads import ApiError
 from sglang_ext.api.transcription.whisper_engine import WhisperEngine
 from sglang_ext.whisper import audio_decoders
 from speech.alignment import Aligner

@@ -2,13 +2,23 @@
 
 import json
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from collections.abc import Sequence
+from typing import Annotated, Any, BinaryIO
 
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    ValidationError,
+)
 from starlette.datastructures import FormData, UploadFile
 
-from sglang_ext.api.transcription.uploads import ApiError
+from sglang_ext.api.fields import Unexpected, explain
+from sglang_ext.api.http import ApiError, model_not_found
+from sglang_ext.request_options import shown
 from speech.formats import FORMATS, TIMED
 from speech.prompts import GRANULARITIES, LanguageError, WhisperVocabulary
 
@@ -16,8 +26,71 @@ _DEEPEST = 32
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 
 
-@dataclass(frozen=True)
-class TranscriptionRequest:
+def _flag(given: str | bool) -> bool:
+    if isinstance(given, bool):
+        return given
+    if given.lower() not in _TRUE | _FALSE:
+        raise Unexpected("true or false", code=None)
+    return given.lower() in _TRUE
+
+
+def _number(given: Any) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError, OverflowError):  # a JSON integer may be past any float
+        return math.nan
+
+
+def _format(given: str) -> str:
+    if given not in FORMATS:
+        raise Unexpected(f"one of {', '.join(FORMATS)}")
+    return given
+
+
+def _object(given: str | dict[str, Any]) -> dict[str, Any]:
+    """A JSON object, as text; what sends it to the scheduler recurses."""
+    value: Any = given
+    if isinstance(given, str):
+        try:
+            value = json.loads(given)
+        except (ValueError, RecursionError):
+            value = None
+    if not isinstance(value, dict):
+        raise Unexpected("a JSON object", code=None)
+    if _depth(value) > _DEEPEST:
+        raise Unexpected(f"nested at most {_DEEPEST} levels deep", code=None)
+    return value
+
+
+def _depth(value: Any) -> int:
+    """Levels of a JSON value's lists and objects, without recursion."""
+    depth, level = 0, [value]
+    while level := [v for v in level if isinstance(v, dict | list)]:
+        depth += 1
+        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
+    return depth
+
+
+_Flag = Annotated[bool, BeforeValidator(_flag)]
+_Number = Annotated[float, BeforeValidator(_number)]
+
+
+class _Fields(BaseModel):
+    """Fields that are right or wrong by themselves; a form holds each as text."""
+
+    model_config = ConfigDict(strict=True, frozen=True, arbitrary_types_allowed=True)
+
+    prompt: str = ""
+    response_format: Annotated[str, AfterValidator(_format)] = "json"
+    temperature: _Number = Field(0.0, ge=0, le=1, allow_inf_nan=False)
+    stream: _Flag = False
+    custom_params: Annotated[dict[str, Any], BeforeValidator(_object)] = Field(default_factory=dict)
+    return_token_ids: _Flag = False
+    temperature_fallback: _Flag = True
+    progress: _Flag = False
+
+
+class TranscriptionRequest(_Fields):
     """What a client asked for.
 
     Attributes:
@@ -32,27 +105,37 @@ class TranscriptionRequest:
         progress: stream how far it is, and the result in any format (not OpenAI's).
     """
 
-    file: BinaryIO
+    file: SkipValidation[BinaryIO]
     task: str
     language: str | None = None
-    prompt: str = ""
-    response_format: str = "json"
-    temperature: float = 0.0
     granularities: tuple[str, ...] = ("segment",)
-    stream: bool = False
     logprobs: bool = False
     threshold: float | None = None
     padding_s: float | None = None
     min_silence_s: float | None = None
-    custom_params: dict[str, Any] = field(default_factory=dict)
-    return_token_ids: bool = False
-    temperature_fallback: bool = True
-    progress: bool = False
 
     @property
     def words(self) -> bool:
         """Whether words are to be aligned."""
         return self.response_format == "verbose_json" and "word" in self.granularities
+
+
+class _ServerVad(BaseModel):
+    """Numbers of a chunking_strategy of type server_vad."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    threshold: _Number = Field(0.0, ge=0, le=1, allow_inf_nan=False)
+    prefix_padding_ms: _Number = Field(0.0, ge=0, le=2000, allow_inf_nan=False)
+    silence_duration_ms: _Number = Field(0.0, ge=0, le=10_000, allow_inf_nan=False)
+
+
+# OpenAI's name -> ours, and its unit in ours.
+_CHUNKING = {
+    "threshold": ("threshold", 1.0),
+    "prefix_padding_ms": ("padding_s", 1e-3),
+    "silence_duration_ms": ("min_silence_s", 1e-3),
+}
 
 
 def parse(
@@ -75,32 +158,30 @@ def parse(
         raise ApiError("the file is empty", param="file", code="invalid_value")
     if task == "translate" and not vocabulary.multilingual:
         raise ApiError("this model knows only English and cannot translate", param="model")
-    response_format = _choice(form, "response_format", FORMATS, "json")
-    stream, progress = _flag(form, "stream", False), _flag(form, "progress", False)
-    if stream and response_format in TIMED and not progress:
-        raise ApiError(
-            f"stream=true needs response_format json or text, not {response_format}",
-            param="response_format",
-        )
-    threshold, padding_s, min_silence_s = _chunking(form)
+    fields = _fields(form)
     return TranscriptionRequest(
         file=file.file,
         task=task,
         language=_language(form, vocabulary),
-        prompt=_text(form, "prompt"),
-        response_format=response_format,
-        temperature=_number(form, "temperature", 0.0, 0.0, 1.0),
-        granularities=_granularities(form, response_format),
-        stream=stream,
-        logprobs=_logprobs(form, response_format),
-        threshold=threshold,
-        padding_s=padding_s,
-        min_silence_s=min_silence_s,
-        custom_params=_object(form, "custom_params"),
-        return_token_ids=_flag(form, "return_token_ids", False),
-        temperature_fallback=_flag(form, "temperature_fallback", True),
-        progress=progress,
+        granularities=_granularities(form, fields.response_format),
+        logprobs=_logprobs(form, fields.response_format),
+        **_chunking(form),
+        **dict(fields),
     )
+
+
+def _fields(form: FormData) -> _Fields:
+    texts = {name: text for name in _Fields.model_fields if (text := _text(form, name))}
+    try:
+        fields = _Fields.model_validate(texts)
+    except ValidationError as error:
+        raise explain(error, _Fields, texts) from None
+    if fields.stream and fields.response_format in TIMED and not fields.progress:
+        raise ApiError(
+            f"stream=true needs response_format json or text, not {fields.response_format}",
+            param="response_format",
+        )
+    return fields
 
 
 def _check_model(form: FormData, models: Sequence[str]) -> None:
@@ -108,12 +189,7 @@ def _check_model(form: FormData, models: Sequence[str]) -> None:
     if not model:
         raise ApiError("you must provide a model parameter", param="model")
     if model not in models:
-        raise ApiError(
-            f"The model `{model[:100]}` does not exist; this server has `{models[0]}`",
-            404,
-            "model",
-            "model_not_found",
-        )
+        raise model_not_found(f"`{model[:100]}`", f"`{models[0]}`")
 
 
 def _language(form: FormData, vocabulary: WhisperVocabulary) -> str | None:
@@ -152,33 +228,35 @@ def _logprobs(form: FormData, response_format: str) -> bool:
     return bool(include)
 
 
-def _chunking(form: FormData) -> tuple[float | None, float | None, float | None]:
-    """Threshold, padding and least silence of chunking_strategy (auto, JSON, or with brackets)."""
+def _chunking(form: FormData) -> dict[str, float]:
+    """Fields of the request from chunking_strategy (auto, JSON, or with brackets)."""
     text = _text(form, "chunking_strategy")
-    settings: dict[str, Any] = {}
-    if text and text != "auto":
-        settings = _object(form, "chunking_strategy")
+    settings = _settings(text) if text not in ("", "auto") else {}
     prefix = "chunking_strategy["
     for key, value in form.multi_items():
         if key.startswith(prefix) and isinstance(value, str):
             settings[key.removeprefix(prefix).rstrip("]")] = value
     if not settings:
-        return None, None, None
+        return {}
     if settings.get("type") != "server_vad":
         raise ApiError(
             "chunking_strategy must be auto or of type server_vad", param="chunking_strategy"
         )
+    try:
+        vad = _ServerVad.model_validate(settings)
+    except ValidationError as error:
+        raise explain(error, _ServerVad, settings, within="chunking_strategy") from None
+    given = vad.model_dump(exclude_unset=True)
+    return {field: given[name] * unit for name, (field, unit) in _CHUNKING.items() if name in given}
 
-    def number(name: str, high: float, scale: float) -> float | None:
-        if name not in settings:
-            return None
-        return _checked_number(settings[name], f"chunking_strategy.{name}", 0.0, high) * scale
 
-    return (
-        number("threshold", 1.0, 1.0),
-        number("prefix_padding_ms", 2000.0, 1e-3),
-        number("silence_duration_ms", 10_000.0, 1e-3),
-    )
+def _settings(text: str) -> dict[str, Any]:
+    try:
+        return _object(text)
+    except Unexpected as error:
+        raise ApiError(
+            f"chunking_strategy must be {error}, got {shown(text)}", param="chunking_strategy"
+        ) from None
 
 
 def _text(form: FormData, name: str) -> str:
@@ -197,64 +275,3 @@ def _list(form: FormData, name: str) -> list[str]:
     if len(texts) < len(values):
         raise ApiError(f"{name} must be text, not a file", param=name)
     return [text for text in texts if text]
-
-
-def _choice(form: FormData, name: str, choices: Collection[str], default: str) -> str:
-    value = _text(form, name) or default
-    if value not in choices:
-        raise ApiError(
-            f"{name} must be one of {', '.join(choices)}, got {value[:40]!r}",
-            param=name,
-            code="invalid_value",
-        )
-    return value
-
-
-def _flag(form: FormData, name: str, default: bool) -> bool:
-    text = _text(form, name).lower()
-    if text and text not in _TRUE | _FALSE:
-        raise ApiError(f"{name} must be true or false, got {text[:40]!r}", param=name)
-    return text in _TRUE if text else default
-
-
-def _number(form: FormData, name: str, default: float, low: float, high: float) -> float:
-    text = _text(form, name)
-    return _checked_number(text, name, low, high) if text else default
-
-
-def _checked_number(value: Any, name: str, low: float, high: float) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):  # a JSON integer may be past any float
-        number = math.nan
-    if not low <= number <= high:  # so that NaN is refused too
-        raise ApiError(
-            f"{name} must be a number from {low:g} to {high:g}, got {str(value)[:40]!r}",
-            param=name.partition(".")[0],
-            code="invalid_value",
-        )
-    return number
-
-
-def _object(form: FormData, name: str) -> dict[str, Any]:
-    text = _text(form, name)
-    if not text:
-        return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ApiError(f"{name} must be a JSON object, got {text[:40]!r}", param=name)
-    if _depth(value) > _DEEPEST:  # what sends it to the scheduler recurses
-        raise ApiError(f"{name} may nest {_DEEPEST} levels deep", param=name)
-    return value
-
-
-def _depth(value: Any) -> int:
-    """Levels of a JSON value's lists and objects, without recursion."""
-    depth, level = 0, [value]
-    while level := [v for v in level if isinstance(v, dict | list)]:
-        depth += 1
-        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
-    return depth

@@ -4,23 +4,29 @@ POST /v1/audio/transcriptions   in the language that is spoken
 POST /v1/audio/translations     into English
 """
 
-import asyncio
 import contextlib
-import json
-import logging
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.routing import Match
 
+from sglang_ext.api.http import (
+    ApiError,
+    answering,
+    event,
+    event_stream,
+    refusal,
+    tokenizer_manager,
+    while_connected,
+)
 from sglang_ext.api.transcription.transcriber import Delta, Limits, Progress, Transcription
 from sglang_ext.api.transcription.transcription_request import TranscriptionRequest, parse
-from sglang_ext.api.transcription.uploads import ApiError, read_form
+from sglang_ext.api.transcription.uploads import read_form
 from sglang_ext.api.transcription.whisper_engine import WhisperEngine
 from sglang_ext.options import Options
 from sglang_ext.whisper.audio_processor import ARCHITECTURE
@@ -29,12 +35,7 @@ from speech.alignment import Aligner
 from speech.audio_errors import AudioError, AudioTooLong, DecodersBusy
 from speech.segments import Transcript
 
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
 _PATHS = {"transcribe": "/v1/audio/transcriptions", "translate": "/v1/audio/translations"}
-_DISCONNECT_POLL_S = 1.0
-_CLIENT_CLOSED_REQUEST = 499
 
 
 class _WhisperRoute(APIRoute):
@@ -49,6 +50,7 @@ def register(app: FastAPI) -> None:
     for position, (path, endpoint) in enumerate(
         ((_PATHS["transcribe"], transcriptions), (_PATHS["translate"], translations))
     ):
+        endpoint = answering(endpoint, _refusal)
         route = _WhisperRoute(path, endpoint, methods=["POST"], response_model=None)
         app.router.routes.insert(position, route)
 
@@ -66,26 +68,22 @@ async def translations(request: Request) -> Response:
 async def _answer(request: Request, task: str) -> Response:
     options, engine = _options(), _engine()
     async with contextlib.AsyncExitStack() as cleanup:
-        try:
-            form = await read_form(request, options.transcription_max_upload_mb << 20)
-            cleanup.push_async_callback(form.close)
-            wanted = parse(form, task, engine.vocabulary, engine.model_names)
-            limits = Limits(
-                options.transcription_max_seconds,
-                options.transcription_parallel,
-                options.vad_threshold,
-            )
-            aligner = _aligner_for(wanted) if wanted.words else None
-            work = Transcription(engine, wanted, limits, aligner)
-            if wanted.stream:
-                events = _events(work, wanted, engine)
-                # The first event tells whether the audio can be read, while a status can.
-                first = await _while_connected(request, _first(events))
-                kept = cleanup.pop_all()
-                return StreamingResponse(_then(first, events, kept), media_type="text/event-stream")
-            return await _while_connected(request, _whole(work, wanted, engine))
-        except Exception as error:
-            return _refusal(error).response()
+        form = await read_form(request, options.transcription_max_upload_mb << 20)
+        cleanup.push_async_callback(form.close)
+        wanted = parse(form, task, engine.vocabulary, engine.model_names)
+        limits = Limits(
+            options.transcription_max_seconds,
+            options.transcription_parallel,
+            options.vad_threshold,
+        )
+        aligner = _aligner_for(wanted) if wanted.words else None
+        work = Transcription(engine, wanted, limits, aligner)
+        if not wanted.stream:
+            return await while_connected(request, _whole(work, wanted, engine))
+        events = _events(work, wanted, engine)
+        # The first event tells whether the audio can be read, while a status can.
+        first = await while_connected(request, _first(events))
+        return event_stream(_then(first, events, cleanup.pop_all()))
     raise AssertionError("not reached")
 
 
@@ -93,9 +91,9 @@ async def _whole(
     work: Transcription, wanted: TranscriptionRequest, engine: WhisperEngine
 ) -> Response:
     async with contextlib.aclosing(work.run()) as events:
-        async for event in events:
-            if isinstance(event, Transcript):
-                body = _body(event, wanted, engine)
+        async for found in events:
+            if isinstance(found, Transcript):
+                body = _body(found, wanted, engine)
                 if isinstance(body, str):
                     return Response(body, media_type=formats.MEDIA_TYPES[wanted.response_format])
                 return JSONResponse(body)
@@ -129,39 +127,36 @@ async def _events(
     started = False
     try:
         async with contextlib.aclosing(work.run()) as events:
-            async for event in events:
-                if (line := _event(event, wanted, engine)) is not None:
+            async for found in events:
+                if (line := _event(found, wanted, engine)) is not None:
                     started = True
                     yield line
     except Exception as error:
         if not started:
             raise
-        yield _line(_refusal(error).body())
+        yield event(_refusal(error).body())
 
 
 def _event(
-    event: Delta | Progress | Transcript, wanted: TranscriptionRequest, engine: WhisperEngine
+    found: Delta | Progress | Transcript, wanted: TranscriptionRequest, engine: WhisperEngine
 ) -> str | None:
-    if isinstance(event, Delta):
-        return _line({"type": "transcript.text.delta", "delta": event.text})
-    if isinstance(event, Progress):
+    """What has been found as one of OpenAI's events; None where the client did not ask for it."""
+    if isinstance(found, Delta):
+        return event({"type": "transcript.text.delta", "delta": found.text})
+    if isinstance(found, Progress):
         if not wanted.progress:
             return None
-        return _line({"type": "transcript.progress", "seconds": round(event.seconds, 2)})
+        return event({"type": "transcript.progress", "seconds": round(found.seconds, 2)})
     done: dict[str, Any] = {
         "type": "transcript.text.done",
-        "text": event.text,
-        "usage": formats.token_usage(event),
+        "text": found.text,
+        "usage": formats.token_usage(found),
     }
     if wanted.logprobs:
-        done["logprobs"] = formats.logprobs(event.logprobs, engine.vocabulary)
+        done["logprobs"] = formats.logprobs(found.logprobs, engine.vocabulary)
     if wanted.progress:
-        done["result"] = _body(event, wanted, engine)
-    return _line(done)
-
-
-def _line(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+        done["result"] = _body(found, wanted, engine)
+    return event(done)
 
 
 async def _then(
@@ -169,28 +164,8 @@ async def _then(
 ) -> AsyncGenerator[str]:
     async with cleanup, contextlib.aclosing(events):
         yield first
-        async for event in events:
-            yield event
-
-
-async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The work's result; if the client goes, the work is given up.
-
-    Raises:
-        ApiError: the client has gone; nobody will see it.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        while True:
-            done, _ = await asyncio.wait({task}, timeout=_DISCONNECT_POLL_S)
-            if done:
-                return task.result()
-            if await request.is_disconnected():
-                raise ApiError("the client has gone", _CLIENT_CLOSED_REQUEST)
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        async for line in events:
+            yield line
 
 
 async def _first(events: AsyncGenerator[str]) -> str:
@@ -198,9 +173,7 @@ async def _first(events: AsyncGenerator[str]) -> str:
 
 
 def _refusal(error: Exception) -> ApiError:
-    """The error as OpenAI's API would give it."""
-    if isinstance(error, ApiError):
-        return error
+    """An error of a transcription as OpenAI's API would give it."""
     if isinstance(error, AudioTooLong):
         return ApiError(str(error), 400, "file", "audio_too_long")
     if isinstance(error, AudioError):
@@ -209,8 +182,7 @@ def _refusal(error: Exception) -> ApiError:
         return ApiError(str(error), 503, "file", "server_busy")
     if isinstance(error, ValueError):  # SGLang's, and those of custom_params
         return ApiError(str(error), 400)
-    logger.error("a transcription failed", exc_info=error)
-    return ApiError(f"{type(error).__name__}: {error}", 500)
+    return refusal(error, "a transcription")
 
 
 def _aligner_for(wanted: TranscriptionRequest) -> Aligner:
@@ -253,16 +225,10 @@ def _options() -> Options:
 
 @cache
 def _engine() -> WhisperEngine:
-    return WhisperEngine(_manager())
-
-
-def _manager() -> Any:
-    from sglang.srt.entrypoints.http_server import get_global_state
-
-    return get_global_state().tokenizer_manager
+    return WhisperEngine(tokenizer_manager())
 
 
 @cache
 def _serves_whisper() -> bool:
-    config = getattr(_manager(), "model_config", None)
+    config = getattr(tokenizer_manager(), "model_config", None)
     return ARCHITECTURE in (getattr(config and config.hf_config, "architectures", None) or ())

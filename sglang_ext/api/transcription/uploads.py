@@ -1,46 +1,19 @@
-"""Multipart forms with files, read within a size limit, and errors as OpenAI's API gives them."""
+"""Multipart forms with files, read within a size limit."""
 
 import asyncio
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 
-from sglang_ext.api.http import error_body
+from sglang_ext.api.http import ApiError
 
 # Fields and part headers beside the file.
 _FORM_BYTES = 2 << 20
 # A client that is still sending reads no answer, so a refused upload is taken in and thrown away.
 _DRAIN_S = 30.0
-
-
-class ApiError(Exception):
-    """A request that is refused, as OpenAI's error object says it.
-
-    Args:
-        status: HTTP status.
-        param: the field at fault.
-        code: OpenAI's code for it, or one like them.
-    """
-
-    def __init__(
-        self, message: str, status: int = 400, param: str | None = None, code: str | None = None
-    ):
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-
-    def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
-        return error_body(str(self), self.status, self.param, self.code)
-
-    def response(self) -> JSONResponse:
-        """The error as a response."""
-        return JSONResponse(self.body(), self.status)
 
 
 async def read_form(request: Request, max_bytes: int) -> FormData:

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from sglang_ext.api.transcription.uploads import ApiError
+from sglang_ext.api.http import checked_meta
 from sglang_ext.whisper.audio_processor import PcmAudio
 from speech.chunks import Chunk
 from speech.prompts import WhisperVocabulary
@@ -53,7 +53,7 @@ class WhisperEngine:
         )
         meta: Mapping[str, Any] = {}
         async for output in self._manager.generate_request(request):
-            meta = _checked(output)
+            meta = checked_meta(output)
         scores = {token: logprob for logprob, token, *_ in meta["output_token_ids_logprobs"][0]}
         return max(languages, key=lambda code: scores[languages[code]])
 
@@ -91,7 +91,7 @@ class WhisperEngine:
         incremental = stream and self._manager.incremental_streaming_output
         no_speech = math.nan
         async for output in self._manager.generate_request(request):
-            meta = _checked(output)
+            meta = checked_meta(output)
             if not incremental:
                 tokens, logprobs = [], []
             tokens += output["output_ids"]
@@ -120,20 +120,6 @@ class WhisperEngine:
             modalities=["audio"],
             **more,
         )
-
-
-def _checked(output: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The output's meta_info.
-
-    Raises:
-        ApiError: the request was aborted.
-    """
-    meta = output["meta_info"]
-    reason = meta.get("finish_reason")
-    if isinstance(reason, dict) and reason.get("type") == "abort":
-        message = reason.get("message") or "the server gave the request up"
-        raise ApiError(message, int(reason.get("status_code") or 500))
-    return meta
 
 
 def _no_speech_prob(meta: Mapping[str, Any]) -> float:

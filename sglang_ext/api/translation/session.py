@@ -6,18 +6,15 @@ up leaves no trace.
 
 import asyncio
 import contextlib
-import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
-from sglang_ext.api.transcription.uploads import ApiError
+from sglang_ext.api.http import ApiError, refusal
 from sglang_ext.api.translation.session_settings import SessionSettings, Update
 from sglang_ext.api.translation.session_update import Message, RunningUpdate, Work
 from sglang_ext.api.translation.translator import OnText, Translation, Translator
-
-logger = logging.getLogger(__name__)
 
 MOST_WAITING = 64
 """Updates of one session that may wait or run at once."""
@@ -152,7 +149,7 @@ class Session:
             "stable": self.state.stable,
             "unstable": self.state.unstable,
             "final": self.state.final,
-            **asdict(self.settings),
+            **self.settings.model_dump(),
         }
 
     def _start(self, work: Work) -> RunningUpdate:
@@ -245,14 +242,12 @@ class Session:
 
     def _unchanged(self, error: Exception) -> ApiError:
         """The error with what it means for the session."""
-        if not isinstance(error, ApiError):
-            logger.error("an update of the session %s failed", self.id, exc_info=error)
-            error = ApiError(f"{type(error).__name__}: {error}", 500)
+        refused = refusal(error, f"an update of the session {self.id}")
         return ApiError(
-            f"{error}; the session is as it was, at revision {self.state.revision}",
-            error.status,
-            error.param,
-            error.code,
+            f"{refused}; the session is as it was, at revision {self.state.revision}",
+            refused.status,
+            refused.param,
+            refused.code,
         )
 
 

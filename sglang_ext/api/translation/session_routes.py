@@ -11,20 +11,28 @@ WS     /v1/translation/sessions/{id}/ws        updates in, translations out
 
 import asyncio
 import hmac
-import json
-import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, WebSocket
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.requests import ClientDisconnect, HTTPConnection
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import HTTPConnection
 
 from datastores import DEFAULT_NAMESPACE
+from sglang_ext.api.http import (
+    DONE,
+    KEEP_ALIVE,
+    ApiError,
+    answering,
+    event,
+    event_stream,
+    refusal,
+    tokenizer_manager,
+    while_connected,
+)
 from sglang_ext.api.open_streams import Stream, Streams
-from sglang_ext.api.transcription.uploads import ApiError
 from sglang_ext.api.translation.session import Session
 from sglang_ext.api.translation.session_settings import (
     body_limit,
@@ -34,18 +42,15 @@ from sglang_ext.api.translation.session_settings import (
 )
 from sglang_ext.api.translation.session_socket import SessionSocket
 from sglang_ext.api.translation.session_table import SessionTable
-from sglang_ext.api.translation.session_update import Message, RunningUpdate
+from sglang_ext.api.translation.session_update import RunningUpdate
 from sglang_ext.api.translation.translator import Translator
 from sglang_ext.options import Options
 from sglang_ext.request_options import RequestOptionError, check_namespace
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PATH = "/v1/translation/sessions"
-_KEEP_ALIVE_S = 15.0  # proxies close what is silent
-_CLIENT_CLOSED_REQUEST = 499
-_DONE = "data: [DONE]\n\n"
+_KEEP_ALIVE_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,8 @@ def add_routes(app: FastAPI, backend: Callable[[], Backend] | None = None) -> No
         ("GET", one + "/events", routes.events),
         ("GET", one + "/ws", routes.no_socket),
     ):
-        app.add_api_route(path, _answering(endpoint), methods=[method], response_model=None)
+        endpoint = answering(endpoint, _refusal)
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
     app.add_api_websocket_route(one + "/ws", routes.socket)
     app.state.forget_sessions = routes.forget
 
@@ -136,7 +142,7 @@ class _Routes:
             return JSONResponse(await _until_gone(request, running, running.result()))
         # The first text tells that all is well, while a status can tell otherwise.
         await _until_gone(request, running, running.begun())
-        return StreamingResponse(_written(running), media_type="text/event-stream")
+        return event_stream(_written(running))
 
     async def finish(self, request: Request, session_id: str) -> Response:
         """Show what is held back; no more updates."""
@@ -152,7 +158,7 @@ class _Routes:
         if session.finished and seen == session.state.revision:
             return Response(status_code=204)  # a browser would come back for ever otherwise
         slot = self._streams().enter(session.namespace)
-        return StreamingResponse(_updates(session, seen, slot), media_type="text/event-stream")
+        return event_stream(_updates(session, seen, slot))
 
     async def socket(self, socket: WebSocket) -> None:
         """Updates in, translations out. SGLang checks keys of HTTP requests only."""
@@ -208,11 +214,11 @@ async def _written(running: RunningUpdate) -> AsyncGenerator[str]:
     """An update as events: the text while it is written, then the update or an error."""
     try:
         async for delta in running.deltas():
-            yield _event(delta)
-        yield _event(await running.result())
-        yield _DONE
+            yield event(delta)
+        yield event(await running.result())
+        yield DONE
     except ApiError as error:
-        yield _event(error.body())
+        yield event(error.body())
     finally:
         running.cancel()
 
@@ -225,16 +231,12 @@ async def _updates(session: Session, seen: int | None, slot: Stream) -> AsyncGen
                 async with asyncio.timeout(_KEEP_ALIVE_S):
                     update = await updates.get()
             except TimeoutError:
-                yield ": keep-alive\n\n"
+                yield KEEP_ALIVE
                 continue
             if update is None:
                 break
-            yield f"id: {update['revision']}\n{_event(update)}"
-    yield _DONE
-
-
-def _event(data: Message) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+            yield event(update, update["revision"])
+    yield DONE
 
 
 async def _until_gone(request: Request, running: RunningUpdate, work: Coroutine[Any, Any, T]) -> T:
@@ -243,25 +245,11 @@ async def _until_gone(request: Request, running: RunningUpdate, work: Coroutine[
     Raises:
         ApiError: the work's, or the client has gone and nobody will see it.
     """
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ApiError("the client has gone", _CLIENT_CLOSED_REQUEST)
+        return await while_connected(request, work)
     except BaseException:
         running.cancel()
         raise
-    finally:
-        working.cancel()
-        leaving.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    """Returns when the client has gone; the body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _check_key(connection: HTTPConnection, api_key: str | None) -> None:
@@ -284,33 +272,17 @@ async def _deny(socket: WebSocket, error: ApiError) -> None:
         await socket.close()
 
 
-def _answering(
-    endpoint: Callable[..., Awaitable[Response]],
-) -> Callable[..., Awaitable[Response]]:
-    """The endpoint, with its errors as OpenAI's API would give them."""
-
-    @wraps(endpoint)
-    async def answer(*args: Any, **kwargs: Any) -> Response:
-        try:
-            return await endpoint(*args, **kwargs)
-        except ApiError as error:
-            return error.response()
-        except ClientDisconnect:
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        except Exception as error:
-            logger.exception("a request of a translation session failed")
-            return ApiError(f"{type(error).__name__}: {error}", 500).response()
-
-    return answer
+def _refusal(error: Exception) -> ApiError:
+    """An error of a route as OpenAI's API would give it."""
+    return refusal(error, "a request of a translation session")
 
 
 def _backend() -> Backend:
-    """Of the server that this process is."""
-    from sglang.srt.entrypoints.http_server import get_global_state
+    """What the routes work with, of the server that this process is."""
     from sglang.srt.runtime_context import get_serving
 
     options, serving = Options.from_env(), get_serving()
-    manager = get_global_state().tokenizer_manager
+    manager = tokenizer_manager()
     return Backend(
         None
         if manager.tokenizer is None

@@ -1,15 +1,24 @@
 """The JSON bodies of translation sessions, read within a limit and checked."""
 
-import asyncio
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from fastapi import Request
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
+from sglang_ext.api.fields import Text, Unexpected, explain
+from sglang_ext.api.http import ApiError, model_not_found, read_body
 from sglang_ext.api.languages import NAMES
-from sglang_ext.api.transcription.uploads import ApiError
 from sglang_ext.request_options import shown
 
 _BODY_S = 30.0
@@ -21,12 +30,52 @@ _MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512  # OpenAI's
 _BYTES_PER_CHAR, _OTHER_BYTES = 12, 256 << 10
 
 
-@dataclass(frozen=True)
-class SessionSettings:
+_LANGUAGE = "a language's English name or ISO 639-1 code"
+_METADATA = (
+    f"an object of at most {_MOST_METADATA} strings of up to {_LONGEST_VALUE} characters, "
+    f"their names of up to {_LONGEST_KEY}"
+)
+
+
+def _language(given: str) -> str:
+    """A language's English name, which may be given as its code."""
+    name = given.strip()
+    if len(name) == 2 and name.isascii():
+        if name.lower() in NAMES:
+            return NAMES[name.lower()]
+    elif 2 < len(name) <= _LONGEST_LANGUAGE and name.isprintable():
+        return name
+    raise Unexpected(_LANGUAGE)
+
+
+def _template(template: str) -> str:
+    if len(template) > _LONGEST_TEMPLATE or template.count("{source}") != 1:
+        raise Unexpected(f"text of at most {_LONGEST_TEMPLATE} characters with {{source}} once")
+    return template
+
+
+_Language = Annotated[Text, AfterValidator(_language)]
+_Key = Annotated[Text, StringConstraints(max_length=_LONGEST_KEY)]
+_Value = Annotated[Text, StringConstraints(max_length=_LONGEST_VALUE)]
+
+
+class _Body(BaseModel):
+    """A JSON object that a client sends; null is the same as not given."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        known = cls.model_fields
+        return {n: value for n, value in given.items() if value is not None or n not in known}
+
+
+class SessionSettings(_Body):
     """What a session is opened with.
 
     Attributes:
-        source_language, target_language: English names.
+        source_language, target_language: English names; codes become them.
         template: the user message, with {source} and maybe {source_language} and
             {target_language}; None: the default one.
         beta: bias towards the last translation, 0 to 1; None: the server's.
@@ -40,19 +89,29 @@ class SessionSettings:
         metadata: the client's own.
     """
 
-    source_language: str
-    target_language: str
-    template: str | None = None
-    beta: float | None = None
-    mask: int = 0
-    trim_draft: int = 0
+    source_language: _Language = Field(description=_LANGUAGE)
+    target_language: _Language = Field(description=_LANGUAGE)
+    template: Annotated[Text, AfterValidator(_template)] | None = None
+    beta: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    mask: int = Field(0, ge=0, le=_MOST_MASKED)
+    trim_draft: int = Field(0, ge=0, le=_MOST_MASKED)
     realign: bool = True
     retrieve: bool = True
-    temperature: float = 0.0
-    max_tokens: int | None = None
-    seed: int | None = None
-    model: str | None = None
-    metadata: dict[str, str] | None = None
+    temperature: float = Field(0.0, ge=0, le=2, allow_inf_nan=False)
+    max_tokens: int | None = Field(None, ge=1, le=1 << 20)
+    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
+    model: Text | None = None
+    metadata: dict[_Key, _Value] | None = Field(
+        None, max_length=_MOST_METADATA, description=_METADATA
+    )
+
+
+class _UpdateBody(_Body):
+    append: Text | None = None
+    source: Text | None = None
+    keep: int | None = Field(None, ge=0)
+    final: bool = False
+    stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,22 +167,13 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     Raises:
         ApiError: it is larger than `max_bytes` (413), slow to come (408), or no JSON object.
     """
-    received, kept = 0, bytearray()
-    try:
-        async with asyncio.timeout(_BODY_S):
-            # To its end also where it is too large: who is still sending reads no answer.
-            async for chunk in request.stream():
-                received += len(chunk)
-                if received <= max_bytes:
-                    kept += chunk
-                else:
-                    kept.clear()
-    except TimeoutError:
-        status = 413 if received > max_bytes else 408
-        raise ApiError(f"the body did not come within {_BODY_S:g} seconds", status) from None
-    if received > max_bytes:
+    body = await read_body(request, max_bytes, _BODY_S)
+    if body.late:
+        status = 413 if body.too_long else 408
+        raise ApiError(f"the body did not come within {_BODY_S:g} seconds", status)
+    if body.too_long:
         raise too_large(max_bytes)
-    return parse_json(bytes(kept)) if kept else {}
+    return parse_json(body.data) if body.data else {}
 
 
 def too_large(max_bytes: int) -> ApiError:
@@ -160,30 +210,13 @@ def parse_settings(body: Mapping[str, Any], models: Sequence[str]) -> SessionSet
     Raises:
         ApiError: a field is missing, wrong or unknown; it names the field.
     """
-    _check_known(body, [f.name for f in fields(SessionSettings)])
-    model = _text(body, "model")
-    if model is not None and model not in models:
-        raise ApiError(
-            f"The model {shown(model)} does not exist; this server has {models[0]!r}",
-            404,
-            "model",
-            "model_not_found",
-        )
-    return SessionSettings(
-        source_language=_language(body, "source_language"),
-        target_language=_language(body, "target_language"),
-        template=_template(body),
-        beta=_number(body, "beta", 0, 1),
-        mask=_whole(body, "mask", 0, _MOST_MASKED) or 0,
-        trim_draft=_whole(body, "trim_draft", 0, _MOST_MASKED) or 0,
-        realign=_flag(body, "realign", True),
-        retrieve=_flag(body, "retrieve", True),
-        temperature=_number(body, "temperature", 0, 2) or 0.0,
-        max_tokens=_whole(body, "max_tokens", 1, 1 << 20),
-        seed=_whole(body, "seed", -(1 << 63), (1 << 63) - 1),
-        model=model,
-        metadata=_metadata(body),
-    )
+    try:
+        settings = SessionSettings.model_validate(body)
+    except ValidationError as error:
+        raise explain(error, SessionSettings, body) from None
+    if settings.model is not None and settings.model not in models:
+        raise model_not_found(shown(settings.model), repr(models[0]))
+    return settings
 
 
 def parse_update(body: Mapping[str, Any]) -> Update:
@@ -192,115 +225,17 @@ def parse_update(body: Mapping[str, Any]) -> Update:
     Raises:
         ApiError: a field is missing, wrong or unknown; it names the field.
     """
-    _check_known(body, ("append", "source", "keep", "final", "stream"))
-    append, source = _text(body, "append"), _text(body, "source")
-    keep = _whole(body, "keep", 0, None)
-    if (append is None) == (source is None):
+    try:
+        given = _UpdateBody.model_validate(body)
+    except ValidationError as error:
+        raise explain(error, _UpdateBody, body) from None
+    if (given.append is None) == (given.source is None):
         raise ApiError(
             "an update needs one of append (more text) and source (the whole text)",
-            param="source" if source is not None else "append",
+            param="source" if given.source is not None else "append",
         )
-    if source is not None and keep is not None:
+    if given.source is None:
+        return Update(given.keep, given.append or "", "append", given.final, given.stream)
+    if given.keep is not None:
         raise ApiError("keep goes with append, not with source", param="keep")
-    final, stream = _flag(body, "final", False), _flag(body, "stream", False)
-    if source is not None:
-        return Update(0, source, "source", final, stream)
-    return Update(keep, append or "", "append", final, stream)
-
-
-def _check_known(body: Mapping[str, Any], names: Collection[str]) -> None:
-    for name in body:
-        if name not in names:
-            raise ApiError(
-                f"unknown field {shown(name)}; known: {', '.join(names)}",
-                param=name if name.isascii() and name.isidentifier() else None,
-                code="unknown_parameter",
-            )
-
-
-def _language(body: Mapping[str, Any], name: str) -> str:
-    value = (_text(body, name) or "").strip()
-    if len(value) == 2 and value.isascii():
-        if value.lower() in NAMES:
-            return NAMES[value.lower()]
-    elif 2 < len(value) <= _LONGEST_LANGUAGE and value.isprintable():
-        return value
-    raise _wrong(name, "a language's English name or ISO 639-1 code", body.get(name))
-
-
-def _template(body: Mapping[str, Any]) -> str | None:
-    template = _text(body, "template")
-    if template is None:
-        return None
-    if len(template) > _LONGEST_TEMPLATE or template.count("{source}") != 1:
-        expected = f"text of at most {_LONGEST_TEMPLATE} characters with {{source}} once"
-        raise _wrong("template", expected, template)
-    return template
-
-
-def _metadata(body: Mapping[str, Any]) -> dict[str, str] | None:
-    metadata = body.get("metadata")
-    if metadata is None:
-        return None
-    good = (
-        isinstance(metadata, dict)
-        and len(metadata) <= _MOST_METADATA
-        and all(isinstance(value, str) for value in metadata.values())
-        and all(len(k) <= _LONGEST_KEY and len(v) <= _LONGEST_VALUE for k, v in metadata.items())
-        and all(_encodable(k) and _encodable(v) for k, v in metadata.items())
-    )
-    if not good:
-        raise _wrong(
-            "metadata",
-            f"an object of at most {_MOST_METADATA} strings of up to {_LONGEST_VALUE} characters, "
-            f"their names of up to {_LONGEST_KEY}",
-            metadata,
-        )
-    return metadata
-
-
-def _text(body: Mapping[str, Any], name: str) -> str | None:
-    value = body.get(name)
-    if value is not None and not (isinstance(value, str) and _encodable(value)):
-        raise _wrong(name, "text (valid Unicode)", value)
-    return value
-
-
-def _encodable(text: str) -> bool:
-    """JSON may escape half a surrogate pair, which is no character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise _wrong(name, "true or false", value)
-    return default if value is None else value
-
-
-def _number(body: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not low <= value <= high:  # so that NaN is refused too
-        raise _wrong(name, f"a number from {low:g} to {high:g}", value)
-    return float(value)
-
-
-def _whole(body: Mapping[str, Any], name: str, low: int, high: int | None) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if type(value) is not int or value < low or (high is not None and value > high):
-        expected = f"a whole number of at least {low}"
-        raise _wrong(name, expected + (f" and at most {high}" if high is not None else ""), value)
-    return value
-
-
-def _wrong(name: str, expected: str, value: Any) -> ApiError:
-    return ApiError(f"{name} must be {expected}, got {shown(value)}", 400, name, "invalid_value")
+    return Update(0, given.source, "source", given.final, given.stream)

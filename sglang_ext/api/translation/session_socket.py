@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import WebSocket, WebSocketDisconnect
 
-from sglang_ext.api.transcription.uploads import ApiError
+from sglang_ext.api.http import ApiError
 from sglang_ext.api.translation.session import Session
 from sglang_ext.api.translation.session_settings import parse_json, parse_update, too_large
 from sglang_ext.api.translation.session_update import Message, RunningUpdate, unknown

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from sglang_ext.api.transcription.uploads import ApiError
+from sglang_ext.api.http import ApiError
 from sglang_ext.api.translation.session import Session
 from sglang_ext.api.translation.session_update import Message, unknown
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-from sglang_ext.api.transcription.uploads import ApiError
+from sglang_ext.api.http import ApiError
 from sglang_ext.api.translation.translator import OnText
 from sglang_ext.request_options import shown
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from sglang_ext.api.transcription.uploads import ApiError
+from sglang_ext.api.http import ApiError, checked_meta
 from sglang_ext.api.translation.session_settings import SessionSettings
 
 # The source comes last, so that the radix cache keeps all that was read before it grew.
@@ -98,7 +98,7 @@ class Translator:
         try:
             async with contextlib.aclosing(self._manager.generate_request(request)) as outputs:
                 async for output in outputs:
-                    meta = _checked_meta(output)
+                    meta = checked_meta(output)
                     if increments:
                         tokens += output["output_ids"]
                         text += output["text"]
@@ -250,17 +250,3 @@ def _within_word(text: str, end: int) -> bool:
 
 def _reason(meta: Mapping[str, Any]) -> Mapping[str, Any]:
     return meta.get("finish_reason") or {}
-
-
-def _checked_meta(output: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The output's meta_info.
-
-    Raises:
-        ApiError: the request was aborted.
-    """
-    meta = output["meta_info"]
-    reason = _reason(meta)
-    if reason.get("type") == "abort":
-        message = reason.get("message") or "the server gave the request up"
-        raise ApiError(message, int(reason.get("status_code") or 500))
-    return meta

@@ -4,8 +4,8 @@ import gc
 
 import pytest
 
+from sglang_ext.api.http import ApiError
 from sglang_ext.api.open_streams import Streams
-from sglang_ext.api.transcription.uploads import ApiError
 
 
 def test_one_namespace_leaves_room_for_others():

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from scripts.speech_data import Clip, encode
+from sglang_ext.api.http import ApiError
 from sglang_ext.api.transcription import transcriber
 from sglang_ext.api.transcription.transcriber import Delta, Limits, Progress, Transcription
 from sglang_ext.api.transcription.transcription_request import TranscriptionRequest
-from sglang_ext.api.transcription.uploads import ApiError
 from sglang_ext.api.transcription.whisper_engine import WhisperEngine
 from speech.audio import AudioError
 from speech.chunks import Chunk, Piece
@@ -85,7 +85,8 @@ def run(engine: Engine, seconds: float = 6.0, data: bytes | None = None, paralle
     """All events of a request."""
     clip = Clip("x", np.zeros((1, int(seconds * 16_000)), np.float32), 16_000)
     file = io.BytesIO(encode(clip) if data is None else data)
-    request = TranscriptionRequest(file, "transcribe", **({"language": "en"} | more))
+    fields = {"language": "en"} | more
+    request = TranscriptionRequest(file=file, task="transcribe", **fields)
 
     async def collect() -> list[Any]:
         work = Transcription(cast(WhisperEngine, engine), request, Limits(3600, parallel, 0.5))

@@ -8,9 +8,10 @@ import pytest
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 
+from sglang_ext.api.http import ApiError
 from sglang_ext.api.transcription.transcription_request import TranscriptionRequest, parse
 from sglang_ext.api.transcription.transcriptions import _refusal
-from sglang_ext.api.transcription.uploads import ApiError, read_form
+from sglang_ext.api.transcription.uploads import read_form
 from speech.audio_errors import DecodersBusy
 from speech.prompts import WhisperVocabulary
 

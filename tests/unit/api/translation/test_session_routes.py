@@ -284,13 +284,13 @@ def test_events_go_on_after_a_reconnect(server, monkeypatch):
             assert await call.begin() == status
             if status == 200:
                 assert (await call.event())["id"] == "4"
+        monkeypatch.setattr(session_routes, "_KEEP_ALIVE_S", 0.01)
         silent = Call(server.app, "GET", f"{await open_session(server)}/events")
         await silent.begin()
         assert "" in await silent.event()  # a comment: nothing to say yet
         silent.leave()
         await asyncio.wait_for(silent.task, 5)
 
-    monkeypatch.setattr(session_routes, "_KEEP_ALIVE_S", 0.01)
     asyncio.run(run())
 
 

@@ -6,8 +6,8 @@ import tracemalloc
 
 import pytest
 
+from sglang_ext.api.http import ApiError
 from sglang_ext.api.languages import NAMES
-from sglang_ext.api.transcription.uploads import ApiError
 from sglang_ext.api.translation import session_settings
 from sglang_ext.api.translation.session_settings import (
     SessionSettings,
@@ -25,7 +25,8 @@ MODELS = ["fake", "/models/fake"]
 def test_null_is_the_default_and_codes_become_names():
     names = ("template", "beta", "mask", "realign", "temperature", "seed", "model", "metadata")
     settings = parse_settings(LANGUAGES | dict.fromkeys(names), MODELS)
-    assert settings == SessionSettings("English", "Brazilian Portuguese")
+    assert settings == SessionSettings(**LANGUAGES)
+    assert settings.source_language == "English" and settings.mask == 0
     assert parse_settings(LANGUAGES | {"source_language": "FR"}, MODELS).source_language == "French"
     assert len(NAMES) == 183 and all(len(c) == 2 and n[0].isupper() for c, n in NAMES.items())
 

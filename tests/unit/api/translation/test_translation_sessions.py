@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from sglang_ext.api.transcription.uploads import ApiError
+from sglang_ext.api.http import ApiError
 from sglang_ext.api.translation import session_table
 from sglang_ext.api.translation.session import MOST_WAITING, Session
 from sglang_ext.api.translation.session_settings import SessionSettings, Update
@@ -25,7 +25,7 @@ class Clock:
 
 
 def make(manager, clock=None, namespace="default", **settings):
-    chosen = SessionSettings("English", "French", **settings)
+    chosen = SessionSettings(source_language="English", target_language="French", **settings)
     return Session(namespace, chosen, Translator(manager), 100, clock or time.monotonic)
 
 

@@ -5,12 +5,13 @@ import asyncio
 import pytest
 from fastapi import HTTPException
 
-from sglang_ext.api.transcription.uploads import ApiError
+from sglang_ext.api.http import ApiError
 from sglang_ext.api.translation.session_settings import SessionSettings
 from sglang_ext.api.translation.translator import Translation, Translator
 from tests.unit.api.fake_manager import EOS, FakeManager
 
-SETTINGS = SessionSettings("English", "French", template="{target_language}:\n{source}")
+LANGUAGES = {"source_language": "English", "target_language": "French"}
+SETTINGS = SessionSettings(**LANGUAGES, template="{target_language}:\n{source}")
 
 
 def translate(manager, source, settings=SETTINGS, draft=(), on_text=None, ingest=None):
@@ -28,7 +29,7 @@ def test_the_source_ends_the_user_message_and_is_not_a_template(manager):
 
 
 def test_a_grown_source_keeps_the_prompt_before_it(manager):
-    default = SessionSettings("English", "French")
+    default = SessionSettings(**LANGUAGES)
     translate(manager, "the cat", default)
     translate(manager, "the cat sat", default)
     first, second = (r.input_ids for r in manager.requests)
@@ -44,7 +45,7 @@ def test_a_model_without_chat_template_gets_the_message(manager):
 
 def test_the_request_carries_the_draft_and_the_settings(manager):
     settings = SessionSettings(
-        "a", "b", beta=0.0, trim_draft=2, realign=False, seed=5, temperature=0.5
+        **LANGUAGES, beta=0.0, trim_draft=2, realign=False, seed=5, temperature=0.5
     )
     translate(manager, "hi", settings, draft=(7, 8), ingest="trs-1")
     sampling = manager.requests[0].sampling_params
@@ -81,15 +82,15 @@ def test_max_tokens_follow_the_source_and_the_context():
     manager = FakeManager()
     translate(manager, "x" * 10)
     assert manager.requests[0].sampling_params["max_new_tokens"] == 84
-    made = translate(manager, "x" * 10, SessionSettings("a", "b", max_tokens=4))
+    made = translate(manager, "x" * 10, SessionSettings(**LANGUAGES, max_tokens=4))
     assert (made.text, made.finish_reason) == ("XXXX", "length")
     prompt = len(manager.requests[1].input_ids)
     manager.context_len = prompt + 3
-    translate(manager, "x" * 10, SessionSettings("a", "b", max_tokens=4))
+    translate(manager, "x" * 10, SessionSettings(**LANGUAGES, max_tokens=4))
     assert manager.requests[2].sampling_params["max_new_tokens"] == 3
     manager.context_len = prompt
     with pytest.raises(ApiError, match=f"has {prompt} tokens and leaves no room") as raised:
-        translate(manager, "x" * 10, SessionSettings("a", "b"))
+        translate(manager, "x" * 10, SessionSettings(**LANGUAGES))
     assert raised.value.code == "context_length_exceeded" and len(manager.requests) == 3
 
 
