@@ -228,7 +228,7 @@ def _logprobs(form: FormData, response_format: str) -> bool:
     return bool(include)
 
 
-def _chunking(form: FormData) -> dict[str, float]:
+def _chunking(form: FormData) -> dict[str, Any]:
     """Fields of the request from chunking_strategy (auto, JSON, or with brackets)."""
     text = _text(form, "chunking_strategy")
     settings = _settings(text) if text not in ("", "auto") else {}

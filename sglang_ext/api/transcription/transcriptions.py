@@ -50,8 +50,8 @@ def register(app: FastAPI) -> None:
     for position, (path, endpoint) in enumerate(
         ((_PATHS["transcribe"], transcriptions), (_PATHS["translate"], translations))
     ):
-        endpoint = answering(endpoint, _refusal)
-        route = _WhisperRoute(path, endpoint, methods=["POST"], response_model=None)
+        answer = answering(endpoint, _refusal)
+        route = _WhisperRoute(path, answer, methods=["POST"], response_model=None)
         app.router.routes.insert(position, route)
 
 

@@ -86,8 +86,8 @@ def add_routes(app: FastAPI, backend: Callable[[], Backend] | None = None) -> No
         ("GET", one + "/events", routes.events),
         ("GET", one + "/ws", routes.no_socket),
     ):
-        endpoint = answering(endpoint, _refusal)
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        answer = answering(endpoint, _refusal)
+        app.add_api_route(path, answer, methods=[method], response_model=None)
     app.add_api_websocket_route(one + "/ws", routes.socket)
     app.state.forget_sessions = routes.forget
 

@@ -85,7 +85,7 @@ def run(engine: Engine, seconds: float = 6.0, data: bytes | None = None, paralle
     """All events of a request."""
     clip = Clip("x", np.zeros((1, int(seconds * 16_000)), np.float32), 16_000)
     file = io.BytesIO(encode(clip) if data is None else data)
-    fields = {"language": "en"} | more
+    fields: dict[str, Any] = {"language": "en", **more}
     request = TranscriptionRequest(file=file, task="transcribe", **fields)
 
     async def collect() -> list[Any]:
