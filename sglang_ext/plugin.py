@@ -1,12 +1,19 @@
 """What SGLang calls in every process at start (entry-point group `sglang.srt.plugins`)."""
 
+import logging
 import multiprocessing
 import os
+import sys
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+from sglang_ext import sglang_points
 from sglang_ext.options import Options
+from sglang_ext.sglang_points.hooking import assign, hook, refusal
 from sglang_ext.whisper import audio_processor
+
+logger = logging.getLogger(__name__)
 
 ALGORITHM = "SSSD"
 # Root included; on a CPU, past this the forward pass costs more than it can gain.
@@ -25,7 +32,29 @@ in_http_worker = False
 
 
 def register() -> None:
-    """Register the speculative algorithm, the CPU backend and the request checks."""
+    """Register the speculative algorithm, the CPU backend and the request checks.
+
+    With an SGLang that we do not support, nothing is registered, and one line says so.
+
+    Raises:
+        SystemExit: the command line asks for our algorithm then. SGLang would only log another
+            exception, and end a moment later with an error that tells nothing of this.
+    """
+    refused = refusal()
+    if refused is not None:
+        if _asks_for_us(sys.argv):
+            raise SystemExit(refused)
+        logger.error(refused)
+        return
+    _register()
+
+
+def _asks_for_us(argv: Sequence[str]) -> bool:
+    """Whether a command line names our algorithm, however SGLang would read it."""
+    return any(a.rpartition("=")[2].upper() == ALGORITHM for a in argv)
+
+
+def _register() -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sglang_ext.cpu.install import wants_cpu_engine
@@ -140,8 +169,6 @@ def _resolve_server_args(server_args: Any) -> None:
 
 def _check_request_options() -> None:
     """Refuse bad custom_params where a client gets a 400 for it, before the scheduler sees it."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     from sglang_ext.admission.sampling_params import check_custom_params
     from sglang_ext.api.namespaces import with_header
     from sglang_ext.drafters import load_class
@@ -165,9 +192,7 @@ def _check_request_options() -> None:
             for check in drafters_checks():
                 check(params.custom_params)
 
-    HookRegistry.register(
-        "sglang.srt.sampling.sampling_params.SamplingParams.verify", verify, HookType.AFTER
-    )
+    hook(sglang_points.CUSTOM_PARAMS, verify)
 
 
 def _is_ours() -> bool:
@@ -179,41 +204,45 @@ def _is_ours() -> bool:
 
 def _open_corpus_endpoints() -> None:
     """Let SGLang's corpus endpoints serve our algorithm: they look for the name NGRAM."""
-    # Not through HookRegistry: it would replace get_spec in every module that imports it.
-    from sglang.srt.managers import tokenizer_control_mixin
+    assign(sglang_points.CORPUS_SPEC, _spec_as_ngram)
+    assign(sglang_points.ADD_CORPUS, _add_corpus)
 
-    original = tokenizer_control_mixin.get_spec
 
+def _spec_as_ngram(original: Callable[[], Any]) -> Callable[[], Any]:
     def get_spec() -> Any:
         spec = original()
         return _AsNgram(spec) if spec.speculative_algorithm == ALGORITHM else spec
 
-    tokenizer_control_mixin.get_spec = get_spec
+    return get_spec
 
-    mixin = tokenizer_control_mixin.TokenizerControlMixin
-    add = mixin.add_external_corpus
 
+def _add_corpus(original: Callable[..., Any]) -> Callable[..., Any]:
     async def add_external_corpus(manager: Any, request: Any) -> Any:
-        if original().speculative_algorithm != ALGORITHM:
-            return await add(manager, request)
+        from sglang.srt.runtime_context import get_spec
+
+        spec = get_spec()
+        if spec.speculative_algorithm != ALGORITHM:
+            return await original(manager, request)
         from sglang_ext.api.datastore import corpora
 
-        limit = original().speculative_ngram_external_corpus_max_tokens
+        limit = spec.speculative_ngram_external_corpus_max_tokens
         return await corpora.add_external_corpus(manager.tokenizer, request, limit)
 
-    mixin.add_external_corpus = add_external_corpus
+    return add_external_corpus
 
 
 def _add_routes() -> None:
     """Our HTTP routes, in the process that serves HTTP and if it serves this algorithm."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def extend(server_args: Any, *_args: Any, **_kwargs: Any) -> None:
         from sglang.srt.entrypoints.http_server import app as served
 
-        from sglang_ext.api.transcription import transcriptions
+        from sglang_ext.extras import is_installed
 
-        transcriptions.register(served)
+        if is_installed("speech"):
+            from sglang_ext.api.transcription import transcriptions
+
+            transcriptions.register(served)
         if server_args.speculative_algorithm != ALGORITHM:
             return
         from sglang_ext.api import app
@@ -230,10 +259,8 @@ def _add_routes() -> None:
         settings["ws_per_message_deflate"] = False
         return args, settings
 
-    HookRegistry.register(
-        "sglang.srt.entrypoints.http_server._setup_and_run_http_server", extend, HookType.BEFORE
-    )
-    HookRegistry.register("uvicorn.config.Config.__init__", bounded, HookType.BEFORE)
+    hook(sglang_points.HTTP_SERVER, extend)
+    hook(sglang_points.UVICORN, bounded)
 
 
 class _AsNgram:
@@ -254,7 +281,6 @@ def _widen_request_rows() -> None:
     SGLang 0.5.23 reserves twice the draft tokens (mem_cache/allocation_sizing.py) but widens the
     rows by those tokens once: at the end of the context, slots would be written past the row.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def widened(original: Any) -> int:
         from sglang.srt.mem_cache.allocation_sizing import (
@@ -264,8 +290,4 @@ def _widen_request_rows() -> None:
 
         return max(original(), 4 + get_alloc_reserve_per_decode() + get_alloc_page_size())
 
-    HookRegistry.register(
-        "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
-        widened,
-        HookType.AROUND,
-    )
+    hook(sglang_points.REQUEST_ROWS, widened)

@@ -10,9 +10,11 @@ their own.
 from collections.abc import Callable
 from typing import Any
 
+from sglang_ext import sglang_points
+from sglang_ext.sglang_points.hooking import hook
+
 # Of 64 KiB of text each at most (patterns.py), and wrong ones are kept as well.
 MOST_GRAMMARS = 1024
-_BACKENDS = "sglang.srt.constrained."
 
 
 def register(is_ours: Callable[[], bool], most_mib: Callable[[], int]) -> None:
@@ -22,7 +24,6 @@ def register(is_ours: Callable[[], bool], most_mib: Callable[[], int]) -> None:
         is_ours: whether this server speculates with our algorithm; others are left as they are.
         most_mib: what compiled grammars may take, in MiB.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def made(_result: None, backend: Any, *_args: Any, **_kwargs: Any) -> None:
         if is_ours():
@@ -32,12 +33,8 @@ def register(is_ours: Callable[[], bool], most_mib: Callable[[], int]) -> None:
         if is_ours():
             bound(backend.cache, most_mib() << 20)
 
-    HookRegistry.register(
-        _BACKENDS + "xgrammar_backend.XGrammarGrammarBackend.__init__", made, HookType.AFTER
-    )
-    HookRegistry.register(
-        _BACKENDS + "base_grammar_backend.BaseGrammarBackend.set_cache", kept, HookType.AFTER
-    )
+    hook(sglang_points.COMPILER, made)
+    hook(sglang_points.GRAMMAR_CACHE, kept)
 
 
 def limited(tokenizer_info: Any, most_bytes: int) -> Any:

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
+from sglang_ext import sglang_points
+from sglang_ext.sglang_points.hooking import hook
+
 DEAD_END = (
     "the grammar (ebnf, regex, json_schema or structural_tag) allows no token after what is "
     "written so far: give each of its rules an end that can be reached"
 )
-_GRAMMAR = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar."
-_ABORT = "sglang.srt.managers.schedule_batch.FINISH_ABORT.__init__"
 
 
 def register(is_ours: Callable[[], bool]) -> None:
@@ -27,7 +28,6 @@ def register(is_ours: Callable[[], bool]) -> None:
     Args:
         is_ours: whether this server speculates with our algorithm; others are left as they are.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def apply(original: Any, grammar: Any, logits: Any, vocab_mask: Any) -> Any:
         if is_ours():
@@ -47,9 +47,9 @@ def register(is_ours: Callable[[], bool]) -> None:
             return original(reason, DEAD_END, HTTPStatus.BAD_REQUEST, "BadRequestError")
         return original(reason, message, *args, **kwargs)
 
-    HookRegistry.register(_GRAMMAR + "apply_vocab_mask", apply, HookType.AROUND)
-    HookRegistry.register(_GRAMMAR + "accept_token", accept, HookType.AROUND)
-    HookRegistry.register(_ABORT, abort, HookType.AROUND)
+    hook(sglang_points.VOCAB_MASK, apply)
+    hook(sglang_points.ACCEPT_TOKEN, accept)
+    hook(sglang_points.ABORT, abort)
 
 
 def allow_all_at_dead_ends(vocab_mask: torch.Tensor) -> None:

@@ -4,18 +4,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from sglang_ext import sglang_points
 from sglang_ext.admission.errors import AdmissionError, refusing
 from sglang_ext.admission.requests import Limits, RequestCheck
 from sglang_ext.options import Options
-
-_IO = "sglang.srt.managers.io_struct."
-_OPENAI = "sglang.srt.entrypoints.openai."
-# Each turns a body into SGLang's request, and depends on nothing but the body.
-_CONVERSIONS = (
-    "serving_chat.OpenAIServingChat", "serving_completions.OpenAIServingCompletion",
-    "serving_embedding.OpenAIServingEmbedding", "serving_classify.OpenAIServingClassify",
-    "serving_rerank.OpenAIServingRerank", "serving_score.OpenAIServingScore",
-)  # fmt: skip
+from sglang_ext.sglang_points.hooking import hook
 
 
 def register(is_ours: Callable[[], bool]) -> None:
@@ -24,7 +17,6 @@ def register(is_ours: Callable[[], bool]) -> None:
     Args:
         is_ours: whether this server speculates with our algorithm; others are left as they are.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def normalize(original: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours() or not _serves():
@@ -53,17 +45,11 @@ def register(is_ours: Callable[[], bool]) -> None:
         except UnicodeError as error:
             raise AdmissionError(f"the request has text without an encoding: {error}") from None
 
-    for name in ("GenerateReqInput", "EmbeddingReqInput"):
-        target = _IO + name + ".normalize_batch_and_arguments"
-        HookRegistry.register(target, normalize, HookType.AROUND)
-    HookRegistry.register(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
-        tokenized,
-        HookType.AROUND,
-    )
-    for name in _CONVERSIONS:
-        target = _OPENAI + name + "._convert_to_internal_request"
-        HookRegistry.register(target, convert, HookType.AROUND)
+    for point in sglang_points.NORMALIZE:
+        hook(point, normalize)
+    hook(sglang_points.TOKENIZED, tokenized)
+    for point in sglang_points.CONVERSIONS:
+        hook(point, convert)
 
 
 def _serves() -> bool:

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_ext import sglang_points
+from sglang_ext.sglang_points.hooking import hook
 
 
 def store_kv(
@@ -32,6 +34,4 @@ def store_kv(
 
 def register() -> None:
     """Have SGLang store with `store_kv`; once in every process, before models load."""
-    HookRegistry.register(
-        "sglang.srt.mem_cache.memory_pool._set_kv_buffer_impl", store_kv, HookType.AROUND
-    )
+    hook(sglang_points.STORE_KV, store_kv)

@@ -18,13 +18,12 @@ from sglang.srt.layers.quantization.unquant import (
     UnquantizedEmbeddingMethod,
     UnquantizedLinearMethod,
 )
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_ext import sglang_points
 from sglang_ext.cpu.product_rows import pack, product, rounded_up, rows_to_run
+from sglang_ext.sglang_points.hooking import hook
 
 PREPACK_VARIABLE = "SGLANG_EXT_CPU_PREPACK"
-_METHODS = "sglang.srt.layers.quantization.unquant"
-_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 # Raised by every weight update that does not run process_weights_after_loading.
 _weights_version = 0
@@ -120,18 +119,10 @@ def register() -> None:
     """Have SGLang pack its weights after loading; once in every process, before models load."""
     if os.environ.get(PREPACK_VARIABLE, "1") == "0" or not torch.backends.mkldnn.is_available():
         return
-    HookRegistry.register(
-        f"{_METHODS}.UnquantizedLinearMethod.process_weights_after_loading", _pack_linear
-    )
-    HookRegistry.register(
-        f"{_METHODS}.UnquantizedEmbeddingMethod.process_weights_after_loading", _pack_head
-    )
-    for update in (
-        "load_weights_from_distributed",
-        "update_weights_from_tensor",
-        "update_weights_from_ipc",
-    ):
-        HookRegistry.register(f"{_UPDATER}.{update}", _note_update, HookType.AFTER)
+    hook(sglang_points.LINEAR, _pack_linear)
+    hook(sglang_points.HEAD, _pack_head)
+    for point in sglang_points.WEIGHT_UPDATES:
+        hook(point, _note_update)
 
 
 def _pack_linear(_result: None, method: UnquantizedLinearMethod, layer: torch.nn.Module) -> None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import numba
 import torch
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_ext import sglang_points
+from sglang_ext.sglang_points.hooking import hook
 
 if TYPE_CHECKING:
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -80,8 +82,4 @@ def register() -> None:
 
     Without AMX, SGLang dispatches to `forward_native` and never to `forward_cpu`.
     """
-    HookRegistry.register(
-        "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
-        rotary_embedding,
-        HookType.AROUND,
-    )
+    hook(sglang_points.ROTARY, rotary_embedding)

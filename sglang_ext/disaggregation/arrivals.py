@@ -7,17 +7,16 @@ DecodePreallocQueue, waits for its KV, and is seen by the worker in its first de
 import logging
 from typing import Any
 
+from sglang_ext import sglang_points
+from sglang_ext.sglang_points.hooking import apply_hooks, hook
+
 logger = logging.getLogger(__name__)
 
 
 def tell_of_arrivals() -> None:
     """Have the worker's `note_arrival` called for each; in a decode server's scheduler."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(
-        "sglang.srt.disaggregation.decode.DecodePreallocQueue.add", _arrived, HookType.AFTER
-    )
-    HookRegistry.apply_hooks()
+    hook(sglang_points.ARRIVAL, _arrived)
+    apply_hooks()
 
 
 def _arrived(

@@ -6,6 +6,9 @@ from collections.abc import Callable, MutableMapping
 from functools import cache
 from typing import Any
 
+from sglang_ext import sglang_points
+from sglang_ext.sglang_points.hooking import apply_hooks, hook
+
 # How many pieces of memory may wait to be sent to one peer. A piece too many fails the whole
 # transfer (kvcache-ai/Mooncake issue 4209), and with it its peer's for half a minute.
 _QUEUE = "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"
@@ -30,11 +33,7 @@ def register() -> None:
     Once in every process. disaggregation/prefill.py makes pinned memory and CUDA events for senders
     that can wait for indices; others get them as they are.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(
-        "sglang.srt.disaggregation.utils.get_kv_class", _got_kv_class, HookType.AFTER
-    )
+    hook(sglang_points.KV_CLASS, _got_kv_class)
 
 
 def _got_kv_class(made: Any, _backend: Any, kind: Any) -> None:
@@ -45,16 +44,9 @@ def _got_kv_class(made: Any, _backend: Any, kind: Any) -> None:
 
 @cache
 def _prepare_scheduler() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.on_idle", _rest, HookType.AFTER)
-    HookRegistry.register(
-        "sglang.srt.distributed.device_communicators.mooncake_transfer_engine"
-        ".MooncakeTransferEngine.batch_transfer_sync",
-        _send_in_parts,
-        HookType.AROUND,
-    )
-    HookRegistry.apply_hooks()
+    hook(sglang_points.ON_IDLE, _rest)
+    hook(sglang_points.TRANSFER, _send_in_parts)
+    apply_hooks()
 
 
 def _send_in_parts(

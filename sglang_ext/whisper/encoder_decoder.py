@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_ext import sglang_points
+from sglang_ext.sglang_points.hooking import hook
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
@@ -92,19 +95,8 @@ def register() -> None:
     SGLang's fused q/k/v projection has a bias for the keys too and leaves it as allocated, except
     in the decoder's cross-attention: whatever stood in that memory would be added.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(
-        "sglang.srt.models.whisper.WhisperForConditionalGeneration.load_weights",
-        _zero_key_biases,
-        HookType.BEFORE,
-    )
-    HookRegistry.register(
-        "sglang.srt.disaggregation.decode_schedule_batch_mixin."
-        "ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt",
-        _take_encoder_lens,
-        HookType.AFTER,
-    )
+    hook(sglang_points.KEY_BIASES, _zero_key_biases)
+    hook(sglang_points.PREBUILT, _take_encoder_lens)
 
 
 def _take_encoder_lens(_result: None, batch: "ScheduleBatch") -> None:
