@@ -9,7 +9,8 @@ import asyncio
 import base64
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -17,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
 import numpy as np
+
+from sglang_ext import sglang_points
+from sglang_ext.sglang_points.hooking import hook
 
 if TYPE_CHECKING:
     from speech.prompts import WhisperVocabulary
@@ -37,13 +41,7 @@ class PcmAudio:
 
 def register() -> None:
     """Have SGLang make our processor for Whisper models; in every process, before models load."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(
-        "sglang.srt.managers.multimodal_processor.get_mm_processor_cls",
-        _processor_class,
-        HookType.AROUND,
-    )
+    hook(sglang_points.PROCESSOR_CLASS, _processor_class)
 
 
 def _processor_class(original: Any, hf_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,8 +61,6 @@ def _whisper_processor() -> type:
     from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
 
     from sglang_ext.options import Options
-    from sglang_ext.whisper import audio_decoders
-    from speech.audio import SAMPLE_RATE, log_mels
     from speech.prompts import WhisperVocabulary
 
     class WhisperAudioProcessor(BaseMultimodalProcessor):
@@ -89,25 +85,52 @@ def _whisper_processor() -> type:
             if len(audio_data) != 1:
                 raise ValueError(f"Whisper takes one audio a request, got {len(audio_data)}")
             prompt = take_prompt(request_obj, self._vocabulary, self.hf_config.vocab_size)
-            loop, threads = asyncio.get_running_loop(), audio_decoders.threads()
-            # Two kinds of threads: a slow download must not keep others from decoding.
-            source = await loop.run_in_executor(self.io_executor, opened, audio_data[0])
-            samples = await loop.run_in_executor(threads, first_window, source)
-            item = await loop.run_in_executor(self.io_executor, self._item, samples)
+            feature, extra = await _made_off_the_loop(
+                audio_data[0], self.io_executor, self._features
+            )
+            item = MultimodalDataItem(
+                feature=feature, modality=Modality.AUDIO, model_specific_data=extra
+            )
             return MultimodalProcessorOutput(input_ids=prompt, mm_items=[item])
 
-        def _item(self, samples: np.ndarray) -> Any:
-            features = self._processor.feature_extractor(
-                samples, sampling_rate=SAMPLE_RATE, padding="max_length", return_tensors="pt"
-            )["input_features"][0]
-            extra = {}
-            if self._draft_mels:
-                extra["draft_features"] = log_mels(samples, self._draft_mels)
-            return MultimodalDataItem(
-                feature=features, modality=Modality.AUDIO, model_specific_data=extra
-            )
+        def _features(self, samples: np.ndarray) -> tuple[Any, dict[str, Any]]:
+            return features(samples, self._processor.feature_extractor, self._draft_mels)
 
     return WhisperAudioProcessor
+
+
+async def _made_off_the_loop(
+    audio: Any, io_threads: Executor, make: Callable[[np.ndarray], Any]
+) -> Any:
+    """What `make` gives for a request's first 30 s, with the event loop free meanwhile."""
+    from sglang_ext.whisper import audio_decoders
+
+    loop = asyncio.get_running_loop()
+    # Two kinds of threads: a slow download must not keep others from decoding.
+    source = await loop.run_in_executor(io_threads, opened, audio)
+    samples = await loop.run_in_executor(audio_decoders.threads(), first_window, source)
+    return await loop.run_in_executor(io_threads, make, samples)
+
+
+def features(
+    samples: np.ndarray, extractor: Any, draft_mels: int | None
+) -> tuple[Any, dict[str, Any]]:
+    """What a Whisper target reads of audio, and beside it what its draft model reads.
+
+    Args:
+        samples: float32[n] at 16 kHz, up to 30 s.
+        extractor: the target's WhisperFeatureExtractor.
+        draft_mels: mel bins of the draft model; None: it reads the target's features.
+
+    Returns:
+        float32[mels, 3000], and `draft_features` alike where there are any.
+    """
+    from speech.audio import SAMPLE_RATE, log_mels
+
+    made = extractor(samples, sampling_rate=SAMPLE_RATE, padding="max_length", return_tensors="pt")[
+        "input_features"
+    ][0]
+    return made, {"draft_features": log_mels(samples, draft_mels)} if draft_mels else {}
 
 
 def draft_mels(draft_model: str, target_mels: int) -> int | None:
