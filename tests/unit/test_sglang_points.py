@@ -170,14 +170,12 @@ def test_assignments_of_every_form_are_found(source):
 
 def test_every_subclass_of_sglangs_classes_is_listed():
     listed = {(p.by, p.target) for p in POINTS if p.how == How.SUBCLASSED}
-    found = {
-        (module.removeprefix("sglang_ext.").replace(".", "/"), from_sglang(tree)[base.id])
-        for module, tree in sources_of_ours()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-        for base in node.bases
-        if isinstance(base, ast.Name) and base.id in from_sglang(tree)
-    }
+    found = set()
+    for module, tree in sources_of_ours():
+        names = from_sglang(tree)
+        by = module.removeprefix("sglang_ext.").replace(".", "/")
+        bases = [b for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for b in c.bases]
+        found |= {(by, names[b.id]) for b in bases if isinstance(b, ast.Name) and b.id in names}
     assert found == listed
 
 
