@@ -106,26 +106,43 @@ class _Update:
         encoder_lens, encoder_sum = _lens_and_sum(encoder_lens, spec_info)
         if seq_lens_cpu is not None:
             seq_lens_sum = int(seq_lens_cpu.sum())
-        translator = self._backend.kv_index_translator
         kv_indices, kv_indptr, qo_indptr, mask = spec_info.generate_attn_arg_prefill(
             req_pool_indices=req_pool_indices,
             paged_kernel_lens=seq_lens,
             paged_kernel_lens_sum=seq_lens_sum,
-            translator=_BehindEncoder(translator, encoder_lens),
+            translator=_BehindEncoder(self._backend.kv_index_translator, encoder_lens),
             plan=plan,
         )
         self._begin(prefill_wrappers[0], qo_indptr, kv_indptr, kv_indices, mask)
         kv_indptr = torch.zeros_like(qo_indptr)
-        kv_indptr[1:] = torch.cumsum(encoder_lens, dim=0)
-        kv_indices = torch.empty(encoder_sum, dtype=torch.int32, device=qo_indptr.device)
-        translator.pack_read_stream(
+        kv_indices = self._encoder_entries(
+            plan, req_pool_indices, encoder_lens, encoder_sum, kv_indptr
+        )
+        self._begin(prefill_wrappers[1], qo_indptr, kv_indptr, kv_indices, None)
+
+    def _encoder_entries(
+        self,
+        plan: Any,
+        req_pool_indices: torch.Tensor,
+        encoder_lens: torch.Tensor,
+        encoder_sum: int,
+        indptr: torch.Tensor,
+    ) -> torch.Tensor:
+        """int32[encoder_sum], where each request's encoder tokens lie in the KV pool.
+
+        Args:
+            indptr: int32[bs + 1] of zeros; gets where each request's begin among them.
+        """
+        indptr[1:] = torch.cumsum(encoder_lens, dim=0)
+        entries = torch.empty(encoder_sum, dtype=torch.int32, device=indptr.device)
+        self._backend.kv_index_translator.pack_read_stream(
             plan,
             req_pool_indices=req_pool_indices,
             seq_lens=encoder_lens,
-            indptr=kv_indptr,
-            out=kv_indices,
+            indptr=indptr,
+            out=entries,
         )
-        self._begin(prefill_wrappers[1], qo_indptr, kv_indptr, kv_indices, None)
+        return entries
 
     def _begin(
         self,

@@ -106,17 +106,29 @@ def accept_on_device(
         tp_group: tensor-parallel group; rank 0's samples bind all ranks.
         biased: as in accept_on_host.
     """
-    from sglang.kernels.ops.speculative.spec_tree import verify_tree_greedy_func
+    predicted = _tokens_at_nodes(logits, verify_input, sampling_info, positions, sampler, biased)
+    if tp_group.world_size > 1:
+        tp_group.broadcast(predicted, src=0)
+    return _walk_on_device(predicted, verify_input)
 
-    width = verify_input.draft_token_num
-    bs = logits.shape[0] // width
-    device = logits.device
+
+def _tokens_at_nodes(
+    logits: torch.Tensor,
+    verify_input: Any,
+    sampling_info: "SamplingBatchInfo",
+    positions: torch.Tensor,
+    sampler: Any,
+    biased: BiasedRows | None,
+) -> torch.Tensor:
+    """int64[bs * width], the target's token after every node."""
     if sampling_info.is_all_greedy:
         predicted = torch.argmax(logits, dim=-1)
         if biased is not None:
             prefer_greedily(predicted, logits, biased)
     else:
-        rows = torch.arange(bs, device=device).repeat_interleave(width)
+        width = verify_input.draft_token_num
+        bs = logits.shape[0] // width
+        rows = torch.arange(bs, device=logits.device).repeat_interleave(width)
         probs = logits.clone()
         predicted = _sample_rows(probs, sampling_info, rows, positions, sampler)
         if biased is not None:
@@ -124,9 +136,16 @@ def accept_on_device(
             predicted[at] = _prefer_sampled(
                 predicted[at], probs[at], biased, sampling_info, positions[at]
             )
-    predicted = predicted.to(torch.int64)
-    if tp_group.world_size > 1:
-        tp_group.broadcast(predicted, src=0)
+    return predicted.to(torch.int64)
+
+
+def _walk_on_device(predicted: torch.Tensor, verify_input: Any) -> Accepted:
+    """Follow the trees as long as the target's tokens (int64[bs * width]) are children."""
+    from sglang.kernels.ops.speculative.spec_tree import verify_tree_greedy_func
+
+    width = verify_input.draft_token_num
+    bs = len(predicted) // width
+    device = predicted.device
     predict, accept_index, correct = verify_tree_greedy_func(
         predicts=torch.zeros(bs * width, dtype=torch.int32, device=device),
         accept_index=torch.full((bs, width), -1, dtype=torch.int32, device=device),

@@ -276,7 +276,7 @@ def loaded(monkeypatch):
         ),
         installed=[],
     )
-    for module in ("encoder_decoder", "windows"):
+    for module in ("encoder_tokens", "windows"):
 
         def install(backend, module=module):
             runner.installed.append((module, backend))
@@ -296,4 +296,4 @@ def test_a_backend_is_prepared_for_what_the_target_is(loaded):
     assert loaded.installed == [("windows", "a backend")]
     loaded.model_config.is_encoder_decoder = True
     prepare("another", loaded)
-    assert loaded.installed[1:] == [("encoder_decoder", "another"), ("windows", "another")]
+    assert loaded.installed[1:] == [("encoder_tokens", "another"), ("windows", "another")]
