@@ -27,13 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.emulation.overlap_loop import Allocator, LogitsOfStates, NoClock
 from sglang_ext import worker
-from sglang_ext.cuda import prefill
+from sglang_ext.cuda import device_runtime, prefill
 from sglang_ext.drafters import Bias
 from sglang_ext.step import bias, penalties, verify_batch
 from sglang_ext.step.bias import Expected
 from sglang_ext.step.penalties import DevicePenalties
-from sglang_ext.step.relay import StepResult
 from sglang_ext.step.step_plan import Step, StepPlan
+from sglang_ext.step.step_result import StepResult
 from sglang_ext.step.verify_batch import VerifyBatches
 from sglang_ext.tree import TokenTree, pack
 
@@ -115,6 +115,7 @@ class FakeStep:
         self.info = self._sampling_info(greedy)
         self.chains = [TokenTree.empty()] * len(NODES)
         self.model_runner = SimpleNamespace(
+            device="cuda",
             sampler=self._sampler,
             model=SimpleNamespace(logits_processor=LogitsOfStates()),
             model_config=SimpleNamespace(is_encoder_decoder=True),
@@ -125,31 +126,31 @@ class FakeStep:
         """A step that verifies the trees."""
         packed = pack([3] * len(NODES), self.trees, WIDTH)
         expected = Expected.of_trees(self.biases, self.trees, packed)
-        return self.worker._verify(self._step(StepPlan(packed, expected), self.trees))
+        return self.worker._verify(self._step(self.running, self.trees, StepPlan(packed, expected)))
 
     def plain(self) -> StepResult:
         """A plain step whose roots come from the host."""
         packed = pack([3] * len(NODES), [TokenTree.empty()] * len(NODES), 1)
         plan = StepPlan(packed, Expected.of_next_tokens(self.biases))
-        return self.worker._plain_decode(self._step(plan, []))
+        return self.worker._decode_plainly(self._step(self.running, [], plan))
 
     def blind(self) -> StepResult:
         """A plain step whose roots are on the device."""
         bs = len(NODES)
-        batch = self._batch()
-        batch.spec_info = SimpleNamespace(
+        step = self._step()
+        step.batch.spec_info = SimpleNamespace(  # type: ignore[assignment]
             accept_tokens=_on_device(bs * WIDTH, torch.int32),
             accept_lens=_on_device(bs, torch.int32),
         )
-        return self.worker._decode_blindly(batch, lambda _: None)
+        return self.worker._decode_blindly(step)
 
     def prefill(self) -> StepResult:
         """A prefill; behind its prompts `chains` are read, where there are any."""
-        batch = self._batch()
-        batch.forward_mode = ForwardMode.EXTEND
-        batch.sampling_info.logit_bias = None
-        batch.encoder_lens = _on_device(len(NODES), torch.int64)
-        return self.worker._prefill(batch, lambda _: None, None)
+        step = self._step()
+        step.batch.forward_mode = ForwardMode.EXTEND
+        step.batch.sampling_info.logit_bias = None
+        step.batch.encoder_lens = _on_device(len(NODES), torch.int64)
+        return self.worker._prefill(step, None)
 
     def prefill_with_drafts(self) -> StepResult:
         """A prefill that reads a chain behind two of three prompts."""
@@ -161,16 +162,18 @@ class FakeStep:
         rows = SimpleNamespace(req_to_token=_on_device((9, 64), torch.int32))
         return rows, Allocator(_on_device(99, torch.int64))
 
-    def _step(self, plan: StepPlan, trees: Sequence[TokenTree]) -> Step:
-        return Step(self._batch(), self.running, trees, plan, None, lambda _: None, 0.0)
+    def _step(
+        self, running: Any = (), trees: Sequence[TokenTree] = (), plan: StepPlan | None = None
+    ) -> Step:
+        return Step(self._batch(), lambda _: None, running, trees=trees, plan=plan)
 
     def _made_worker(self) -> Any:
         made: Any = object.__new__(worker.SpeculativeWorker)
-        made.device, made.on_host, made.enable_overlap = "cuda", False, True
+        made.device, made.enable_overlap = "cuda", True
         made.vocab_size, made.speculative_num_draft_tokens = VOCAB, WIDTH
         made.req_to_token_pool, _ = self.get_memory_pool()
         made._target_worker, made.model_runner = self, self.model_runner
-        made._plans, made._to_learn, made._clock, made._graphs = True, None, NoClock(), None
+        made._plans = True
         made.planner = SimpleNamespace(
             reads=lambda *_: 0.0,
             note_look=lambda _: None,
@@ -179,8 +182,9 @@ class FakeStep:
             biases_in_prefill=lambda _: self.biases,
             foresee=lambda _: self.chains,
         )
-        made._prefills = prefill.DevicePrefill(self, made.planner, True, "cuda")
-        made._ragged = False
+        target: Any = self
+        made._runtime = device_runtime.DeviceRuntime(target, made.planner, True)
+        made._runtime._clock = NoClock()
         made._penalties = DevicePenalties(VOCAB, "cuda", len(NODES))
         made._batches = VerifyBatches(
             made._target_worker,
@@ -347,6 +351,7 @@ def stand_ins(watch: Watch) -> Iterator[None]:
     with ExitStack() as stack:
         for target, name, value in [
             (worker, "get_parallel", lambda: parallel),
+            (device_runtime, "get_parallel", lambda: parallel),
             (verify_batch, "to_device", watch.to_device),
             (bias, "to_device", watch.to_device),
             (penalties, "to_device", watch.to_device),

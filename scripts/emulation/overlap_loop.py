@@ -32,7 +32,7 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from sglang_ext import worker
 from sglang_ext.budget.cost_model import CostModel
-from sglang_ext.cuda import prefill
+from sglang_ext.cuda import device_runtime, prefill
 from sglang_ext.cuda.widths import default_widths
 from sglang_ext.disaggregation.handoff import first_draft_input
 from sglang_ext.drafters import Drafter, DrafterContext
@@ -228,6 +228,7 @@ class Target:
         # The token whose K and V each slot holds.
         self._kv = torch.full((int(allocator.free_pages.max()) + 1,), POISON)
         self.model_runner = SimpleNamespace(
+            device="cpu",
             sampler=None,
             tp_group=None,
             model=SimpleNamespace(logits_processor=LogitsOfStates()),
@@ -380,7 +381,8 @@ class OverlapLoop:
             stack.enter_context(mock.patch.object(runtime_context, "get_spec", lambda: spec))
             for module, name, value in [
                 (worker, "get_parallel", lambda: parallel),
-                (worker, "record_stream_for_v2_verify", lambda *_: None),
+                (device_runtime, "get_parallel", lambda: parallel),
+                (device_runtime, "record_stream_for_v2_verify", lambda *_: None),
                 (verify_batch, "prepare_mamba_track_for_verify", lambda _: None),
                 (verify_batch, "assign_extend_cache_locs_func", _slots_of),
                 (prefill, "assign_req_to_token_pool_func", _assign_slots),
@@ -409,20 +411,20 @@ class OverlapLoop:
         lent = Allocator(torch.arange(ROWS * SLOTS, 400 * SLOTS, dtype=torch.int64))
         made._target_worker = self._target = Target(self, self._table, lent)
         made.model_runner = self._target.model_runner
-        made.device, made.on_host, made.enable_overlap = "cpu", False, True
+        made.device, made.enable_overlap = "cpu", True
         made.vocab_size, made.speculative_num_draft_tokens = VOCAB, WIDTH
         made.req_to_token_pool = pool
         made._role = "decode" if self._from_afar else "null"
-        made._plans, made._last, made._to_learn = True, LastStep(), None
-        made._clock, made._graphs, made._guard, made._heap = NoClock(), None, None, None
-        made._prefills = prefill.DevicePrefill(self._target, made.planner, True, "cpu")
-        made._prefills.store = self._counted_tokens(made._prefills.store)
+        made._plans, made._last = True, LastStep()
+        made._runtime = device_runtime.DeviceRuntime(self._target, made.planner, True)
+        made._runtime._clock = NoClock()
+        prefills = made._runtime.prefills
+        prefills.store = self._counted_tokens(prefills.store)
         made._decode_blindly = self._counted(made._decode_blindly)
         made._penalties = DevicePenalties(VOCAB, "cpu", ROWS)
         made._batches = VerifyBatches(None, pool, None, made._penalties, "cpu", on_host=False)
         made._batches.adjust_logits = lambda *_: None
         made._batches.commit = self._target.commit
-        made._ragged = False
         return made
 
     def _counted(self, decode: Callable[..., Any]) -> Callable[..., Any]:

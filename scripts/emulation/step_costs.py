@@ -19,7 +19,8 @@ from sglang_ext.cuda.widths import default_widths
 from sglang_ext.drafters import Drafter, DrafterContext
 from sglang_ext.options import Options
 from sglang_ext.step.planner import DraftPlanner
-from sglang_ext.step.relay import LastStep, StepResult
+from sglang_ext.step.relay import LastStep
+from sglang_ext.step.step_result import StepResult
 from sglang_ext.tree import TokenTree, pack
 
 _WIDTH, _VOCAB, _PROMPT, _PER_STEP = 16, 128_256, 500, 3

@@ -22,8 +22,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_utils import record_stream_each
 
 from sglang_ext.cuda.staging import to_device
-from sglang_ext.step.known_tokens import KnownHead, KnownTable, KnownTokens, right_tokens
+from sglang_ext.step.known_tokens import KnownHead, KnownTokens, right_tokens
 from sglang_ext.step.prefill_drafts import can_read_drafts, prefill_plainly, put_back
+from sglang_ext.step.prefills import Prefills
 from sglang_ext.whisper.encoder_decoder import decoder_starts
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from sglang_ext.drafters import Bias
     from sglang_ext.step.planner import DraftPlanner
-    from sglang_ext.step.relay import StepResult
+    from sglang_ext.step.step_result import StepResult
     from sglang_ext.tree import TokenTree
 
 # What the pass changes of a batch, put back behind it.
@@ -59,8 +60,8 @@ class _ReadDrafts:
     result: "StepResult | None" = None
 
 
-class DevicePrefill:
-    """Runs prefills, and keeps what they show of an output until its first decode step (`known`).
+class DevicePrefill(Prefills):
+    """Prefills whose outcome comes to the host with the readback of their results.
 
     Args:
         target: SGLang's worker.
@@ -73,14 +74,11 @@ class DevicePrefill:
     def __init__(
         self, target: "TpModelWorker", planner: "DraftPlanner", drafts: bool, device: str
     ) -> None:
-        self._target = target
-        self._pool, self._allocator = target.get_memory_pool()
-        self._planner = planner
+        super().__init__(target, planner)
         # A text's prefill may run in a captured graph, whose logits are of the last tokens alone.
         self._drafts = drafts and target.model_runner.model_config.is_encoder_decoder
         self._device = device
         self._read: list[_ReadDrafts] = []
-        self.known = KnownTable()
 
     def run(
         self,
@@ -89,12 +87,7 @@ class DevicePrefill:
         plainly: bool,
         pp_proxy_tensors: Any,
     ) -> "GenerationBatchResult":
-        """One prefill step; `launched` must be called with what is made of it.
-
-        Args:
-            biases: of the tokens that the requests will write.
-            plainly: no drafts may be read behind the prompts of this batch.
-        """
+        """Run one prefill step."""
         for req in batch.reqs:
             self.forget(req.rid)  # read again after a retraction: its slots are others
         if self._drafts and not plainly and not any(biases) and can_read_drafts(batch):
@@ -110,11 +103,7 @@ class DevicePrefill:
                 read.result, result.learned = result, read.said
 
     def learn(self, wait: bool) -> None:
-        """Take what prefills have shown.
-
-        Args:
-            wait: for their ends; else those that have not ended are left for later.
-        """
+        """Take what prefills have shown, in their order."""
         while self._read:
             read = self._read[0]
             assert read.result is not None and read.result.learned is not None
@@ -130,9 +119,9 @@ class DevicePrefill:
         if not self._read and not self.known:
             return False
         read = {id(req) for each in self._read for req, _ in each.rows.values()}
-        return any(id(req) in read or self.known.has(req) for req in reqs)
+        return any(id(req) in read for req in reqs) or super().expects(reqs)
 
-    def store(self, _batch: "ScheduleBatch", known: Sequence[KnownTokens | None]) -> KnownHead:
+    def store(self, batch: "ScheduleBatch", known: Sequence[KnownTokens | None]) -> KnownHead:
         """Bring known tokens to the device; their K and V are there."""
         start = time.perf_counter()
         head = KnownHead.of(known, lambda arrays: to_device(arrays, self._device))
@@ -140,8 +129,8 @@ class DevicePrefill:
         return head
 
     def forget(self, rid: str) -> None:
-        """The request ended, or its prompt is read again."""
-        self.known.forget(rid)
+        """Drop what is known of a request, or will be."""
+        super().forget(rid)
         for read in self._read:
             read.rows = {row: each for row, each in read.rows.items() if each[0].rid != rid}
         self._read = [read for read in self._read if read.rows]
@@ -149,7 +138,7 @@ class DevicePrefill:
     def clear(self) -> None:
         """Forget every request."""
         self._read.clear()
-        self.known.clear()
+        super().clear()
 
     def _learn(self, read: _ReadDrafts, said: list[list[int]]) -> None:
         reqs, chains = zip(*read.rows.values(), strict=True)
@@ -207,7 +196,7 @@ class DevicePrefill:
         begin = decoder_starts(batch).to(torch.int32)
         assign_req_to_token_pool_func(
             batch.req_pool_indices,
-            self._pool.req_to_token,
+            self._req_to_token_pool.req_to_token,
             begin,
             begin + more,
             slots,

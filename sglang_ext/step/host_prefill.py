@@ -7,28 +7,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_ext.step.known_tokens import KnownHead, KnownTable, KnownTokens
+from sglang_ext.step.known_tokens import KnownHead, KnownTokens
 from sglang_ext.step.prefill_drafts import (
     can_read_drafts,
     prefill_plainly,
     prefill_with_drafts,
     write_known,
 )
+from sglang_ext.step.prefills import Prefills
 from sglang_ext.step.ragged import can_leave_padding_out
 from sglang_ext.whisper.encoder_decoder import DecoderTimer, decoder_starts
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.managers.utils import GenerationBatchResult
 
     from sglang_ext.drafters import Bias
     from sglang_ext.step.planner import DraftPlanner
-    from sglang_ext.step.relay import StepResult
+    from sglang_ext.step.step_result import StepResult
 
 
-class HostPrefill:
-    """Runs prefills, and keeps what they show of an output until its first decode step (`known`).
+class HostPrefill(Prefills):
+    """Prefills whose outcome is known at once.
 
     Args:
         target: SGLang's worker.
@@ -38,11 +39,8 @@ class HostPrefill:
     """
 
     def __init__(self, target: "TpModelWorker", planner: "DraftPlanner", drafts: bool) -> None:
-        self._target = target
-        self._req_to_token_pool, self._allocator = target.get_memory_pool()
-        self._planner = planner
+        super().__init__(target, planner)
         self._drafts = drafts
-        self.known = KnownTable()
         runner = target.model_runner
         timed = planner.metrics is not None and runner.model_config.is_encoder_decoder
         self._timer = DecoderTimer(runner.model) if timed else None
@@ -58,12 +56,7 @@ class HostPrefill:
         plainly: bool,
         pp_proxy_tensors: Any,
     ) -> "GenerationBatchResult":
-        """One prefill step.
-
-        Args:
-            biases: of the tokens that the requests will write.
-            plainly: no drafts may be read behind the prompts of this batch.
-        """
+        """Run one prefill step."""
         if self._can_draft and not plainly and can_read_drafts(batch):
             drafted = self._run_with_drafts(batch, biases)
             if drafted is not None:
@@ -90,19 +83,7 @@ class HostPrefill:
         """Nothing is read back: what a prefill has shown is known at once."""
 
     def learn(self, wait: bool) -> None:
-        """The same."""
-
-    def expects(self, reqs: "Sequence[Req]") -> bool:
-        """Whether prefills have shown how one of these goes on."""
-        return any(self.known.has(req) for req in reqs)
-
-    def forget(self, rid: str) -> None:
-        """The request ended."""
-        self.known.forget(rid)
-
-    def clear(self) -> None:
-        """Forget every request."""
-        self.known.clear()
+        """Nothing is left to take: `run` has added it to `known`."""
 
     def _run_with_drafts(
         self, batch: "ScheduleBatch", biases: "Sequence[Bias | None]"

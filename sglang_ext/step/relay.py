@@ -7,50 +7,14 @@ interleaved prefill none are, although the last decode step's tokens are still a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.utils.common import async_d2h
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-
-@dataclass
-class StepResult(GenerationBatchResult):
-    """A step's result; what a verify step teaches comes to the host with SGLang's own readback.
-
-    Attributes:
-        learned: int32[bs, 2 * width], the target's token after each node and the accepted nodes'
-            flat indices (verify.Accepted); of a prefill that read drafts, int32[bs, n]
-            (cuda/prefill.py); None: any other step, or on the host.
-    """
-
-    learned: torch.Tensor | None = None
-
-    def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
-        """As SGLang's, `learned` included."""
-        if self.learned is not None:
-            self.learned = async_d2h(self.learned)
-        super().copy_to_cpu(*args, **kwargs)
-
-    def wait(self) -> None:
-        """Wait until the readback has come; a result of SGLang's synchronous loop is there."""
-        if self.copy_done is not None:
-            self.copy_done.synchronize()
-
-    def came(self) -> bool:
-        """Whether the readback has come."""
-        return self.copy_done is None or self.copy_done.query()
-
-    def rows(self) -> list[list[int]]:
-        """Each request's committed tokens, once `wait` has returned."""
-        width = self.speculative_output_stride or 1
-        tokens = self.next_token_ids.view(-1, width).tolist()
-        lens = self.accept_lens.tolist()
-        return [row[:n] for row, n in zip(tokens, lens, strict=True)]
+    from sglang_ext.step.step_result import StepResult
 
 
 class LastStep:
@@ -60,7 +24,7 @@ class LastStep:
         self._reqs: list[Req] = []
         self._result: StepResult | None = None
 
-    def launched(self, reqs: Sequence["Req"], result: StepResult) -> None:
+    def launched(self, reqs: Sequence["Req"], result: "StepResult") -> None:
         """A step of these requests was launched."""
         self._reqs, self._result = list(reqs), result
 
@@ -102,3 +66,13 @@ def lacking_counts(batch: "ScheduleBatch") -> list[int]:
         length + encoder + 1 - len(req.origin_input_ids) - len(req.output_ids)
         for req, length, encoder in zip(batch.reqs, lens, encoders, strict=True)
     ]
+
+
+def last_tokens(batch: "ScheduleBatch") -> torch.Tensor:
+    """int64[bs], each request's last committed token, where SGLang's relay keeps it.
+
+    Nothing is waited for. A relay of a request that none was accepted of has it in front.
+    """
+    relayed = batch.spec_info.accept_tokens.view(len(batch.reqs), -1)
+    last = (batch.spec_info.accept_lens - 1).clamp(min=0).long()
+    return relayed.gather(1, last[:, None])[:, 0].long()

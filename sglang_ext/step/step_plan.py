@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     from sglang_ext.step.known_tokens import KnownHead
-    from sglang_ext.step.relay import StepResult
     from sglang_ext.step.request_table import RunningRequest
 
 
@@ -61,43 +60,50 @@ class StepPlan:
         return cls(packed, expected)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
-    """What a decode step hands on from method to method.
+    """What a step hands on from method to method, each filling in what it has found.
 
     Attributes:
         batch: SGLang's.
-        running: its requests.
-        trees: what was drafted for them; empty ones on ranks that plan nothing.
-        plan: what is run.
-        head: tokens that they get before it.
         on_publish: to be told of the new lengths, under overlap scheduling.
+        running: the requests of a decode step; empty where it needs nothing of them.
         known_at: when the requests' tokens were all on the host (time.perf_counter).
+        head: tokens that they get before the pass.
+        trees: what was drafted for them; empty ones on ranks that plan nothing.
+        plan: what is run; None: roots alone, which the host does not know.
+        started: when the host began to make its pass ready (time.perf_counter).
     """
 
     batch: "ScheduleBatch"
-    running: "Sequence[RunningRequest]"
-    trees: Sequence[TokenTree]
-    plan: StepPlan
-    head: "KnownHead | None"
-    on_publish: Callable[[torch.Tensor], None] | None
-    known_at: float
+    on_publish: Callable[[torch.Tensor], None] | None = None
+    running: "Sequence[RunningRequest]" = ()
+    known_at: float = 0.0
+    head: "KnownHead | None" = None
+    trees: Sequence[TokenTree] = ()
+    plan: StepPlan | None = None
+    started: float = 0.0
 
+    @property
+    def packed(self) -> PackedTrees:
+        """What is verified, or the roots alone, of a step that has a plan."""
+        assert self.plan is not None
+        return self.plan.packed
 
-@dataclass(frozen=True)
-class LaunchedTrees:
-    """A verify step on a device whose outcome is still to be learned from.
+    @property
+    def expected(self) -> Expected | None:
+        """What its tokens are biased to; None: nothing is."""
+        return None if self.plan is None else self.plan.expected
 
-    Attributes:
-        greedy: whether every node has the target's token, not only the accepted ones.
-        result: whose `learned` comes to the host.
-    """
+    @property
+    def width(self) -> int:
+        """Nodes that its pass runs of each request; 1: a plain step."""
+        return 1 if self.plan is None else self.plan.width
 
-    running: "Sequence[RunningRequest]"
-    trees: Sequence[TokenTree]
-    packed: PackedTrees
-    greedy: bool
-    result: "StepResult"
+    def publish(self, new_seq_lens: torch.Tensor) -> None:
+        """Tell of the lengths that the next step finds: int64[bs]."""
+        if self.on_publish is not None:
+            self.on_publish(new_seq_lens)
 
 
 def array_size(bs: int, width: int, biased: bool) -> int:

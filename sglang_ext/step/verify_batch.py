@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -21,15 +22,32 @@ from sglang_ext.cuda import encoder_tokens
 from sglang_ext.cuda.staging import full_mask, mask_starts, to_device
 from sglang_ext.step.bias import BiasedRows
 from sglang_ext.step.penalties import DevicePenalties, is_penalized
-from sglang_ext.step.request_table import RunningRequest
-from sglang_ext.step.step_plan import StepPlan
+from sglang_ext.step.step_plan import Step
 from sglang_ext.step.verify import Accepted
-from sglang_ext.tree import PackedTrees
 from sglang_ext.whisper.encoder_decoder import decoder_starts, keep_encoder_outputs
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
+
+
+@dataclass
+class VerifyTensors:
+    """What a verify step is made of, beside the batch.
+
+    Attributes:
+        verify_input: SGLang's; what the pass runs.
+        positions: int64[bs * width], each node's in its sequence.
+        slots: int64[bs * width], each node's in the KV pool.
+        biased: the nodes with a biased token; None: there are none.
+        nodes: int64[T], the flat indices of the nodes that the pass gives logits of; None: of all.
+    """
+
+    verify_input: NgramVerifyInput
+    positions: torch.Tensor
+    slots: torch.Tensor
+    biased: BiasedRows | None
+    nodes: npt.NDArray[np.int64] | None = None
 
 
 @dataclass
@@ -52,15 +70,13 @@ class VerifyBatches:
     device: str
     on_host: bool
 
-    def prepare(
-        self, batch: "ScheduleBatch", plan: StepPlan
-    ) -> tuple[NgramVerifyInput, BiasedRows | None]:
-        """Make `batch` a verify batch; returns its input and the nodes that are biased."""
-        packed = plan.packed
+    def prepare(self, step: Step) -> VerifyTensors:
+        """Make the batch of `step` a verify batch of its plan."""
+        batch, packed = step.batch, step.packed
         bs, width = packed.tokens.shape
         lens = batch.seq_lens_cpu.numpy()
         mask_at = mask_starts(lens, width)
-        bias = plan.expected.arrays() if plan.expected is not None else []
+        bias = step.expected.arrays() if step.expected is not None else []
         tokens, positions, first, next_one, mask, starts, *rows = self.to_device(
             [
                 packed.tokens.reshape(-1),
@@ -101,7 +117,8 @@ class VerifyBatches:
         )
         prepare_mamba_track_for_verify(batch)
         batch.spec_info = verify_input
-        return verify_input, BiasedRows(*rows) if rows and len(rows[0]) else None
+        biased = BiasedRows(*rows) if rows and len(rows[0]) else None
+        return VerifyTensors(verify_input, positions, batch.out_cache_loc, biased)
 
     def to_device(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """The arrays as the target's tensors."""
@@ -109,14 +126,9 @@ class VerifyBatches:
             return [torch.from_numpy(array) for array in arrays]
         return to_device(arrays, self.device)
 
-    def adjust_logits(
-        self,
-        logits: torch.Tensor,
-        batch: "ScheduleBatch",
-        running: Sequence[RunningRequest],
-        packed: PackedTrees,
-    ) -> None:
+    def adjust_logits(self, logits: torch.Tensor, step: Step) -> None:
         """Penalties, grammar, bias, in the order of SamplingBatchInfo.apply_logits_bias."""
+        batch, running, packed = step.batch, step.running, step.packed
         if any(is_penalized(r.req) for r in running):
             outputs = [r.draft.output for r in running]
             self.penalties.apply_tree(logits, batch.reqs, outputs, packed)

@@ -13,7 +13,7 @@ from sglang_ext.cuda.prefill import DevicePrefill
 from sglang_ext.drafters import Bias
 from sglang_ext.step import prefill_drafts
 from sglang_ext.step.known_tokens import KnownTokens
-from sglang_ext.step.relay import StepResult
+from sglang_ext.step.step_result import StepResult
 from sglang_ext.tree import TokenTree
 
 VOCAB, ENCODER = 50, 3

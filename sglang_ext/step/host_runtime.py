@@ -1,0 +1,140 @@
+"""Steps of a target on a CPU: real nodes only, and everything is learned at once."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from sglang_ext.cpu.heap_trim import HeapTrim
+from sglang_ext.options import Options
+from sglang_ext.step.host_prefill import HostPrefill
+from sglang_ext.step.logits_guard import LogitsGuard
+from sglang_ext.step.ragged import (
+    can_leave_padding_out,
+    leave_padding_out,
+    needs_every_row,
+    put_padding_back,
+)
+from sglang_ext.step.runtime import StepRuntime
+from sglang_ext.step.step_plan import Step
+from sglang_ext.step.step_result import StepResult
+from sglang_ext.step.verify import Accepted, accept_on_host
+from sglang_ext.step.verify_batch import VerifyTensors
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+    from sglang_ext.step.planner import DraftPlanner
+
+
+class HostRuntime(StepRuntime):
+    """A target whose tensors are the host's.
+
+    Args:
+        target: SGLang's worker.
+        planner: who learns.
+        drafts: whether drafts may be read behind prompts (HostPrefill).
+
+    Raises:
+        ValueError: the variable of HeapTrim is no number.
+    """
+
+    on_host: ClassVar[bool] = True
+
+    def __init__(self, target: "TpModelWorker", planner: "DraftPlanner", drafts: bool) -> None:
+        self._runner = target.model_runner
+        self._planner = planner
+        self._guard = LogitsGuard(self._runner.sampler)
+        self._heap = HeapTrim()
+        self.prefills = HostPrefill(target, planner, drafts)
+
+    @staticmethod
+    def first_widths(most: int) -> None:
+        """Any: what is no node is left out of a pass."""
+
+    def prepare_attention(self) -> None:
+        """Nothing to do: our own backend takes trees as they are."""
+
+    def capture_graphs(self, options: Options) -> None:
+        """Nothing to do: there are no graphs."""
+
+    def begin(self, batch: "ScheduleBatch") -> None:
+        """Look at this batch's logits from now on, and give free heap back now and then."""
+        self._guard.reqs = batch.reqs
+        self._heap.trim_if_due()
+
+    def learn(self, wait: bool = True) -> None:
+        """Nothing is left to learn."""
+        self.prefills.learn(wait)
+
+    def can_go_blind(self, batch: "ScheduleBatch") -> bool:
+        """Never: a step's tokens are known when it has run."""
+        return False
+
+    def note_ended(self) -> None:
+        """Nothing to do: `passing` has told of each."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether something else than our own attention counts nodes."""
+        return not self._ragged
+
+    @cached_property
+    def _ragged(self) -> bool:
+        return can_leave_padding_out(self._runner)
+
+    def leave_padding_out(self, step: Step, verify: VerifyTensors) -> None:
+        """Have the pass run the trees' nodes alone, where our own attention runs it."""
+        if self._ragged:
+            verify.nodes = step.packed.nodes()
+            leave_padding_out(step.batch, verify.verify_input, verify.nodes)
+
+    @contextmanager
+    def passing(self, step: Step, read: float) -> Iterator[None]:
+        """Time the pass from `step.started` on."""
+        tokens = len(step.batch.input_ids)
+        yield
+        seconds = time.perf_counter() - step.started
+        self._planner.note_step(tokens, seconds, read, step.width > 1)
+
+    def rows_of_nodes(
+        self, step: Step, verify: VerifyTensors, output: "LogitsProcessorOutput"
+    ) -> torch.Tensor:
+        """The pass's logits, padding put back where something counts on it."""
+        if verify.nodes is not None and needs_every_row(step.batch):
+            put_padding_back(output, step.packed, verify.nodes)
+            verify.nodes = None
+        return output.next_token_logits
+
+    def accept(self, logits: torch.Tensor, step: Step, verify: VerifyTensors) -> Accepted:
+        """The rules for logits on the host."""
+        return accept_on_host(
+            logits,
+            step.packed,
+            step.batch.sampling_info,
+            verify.positions,
+            self._runner.sampler,
+            verify.nodes,
+            verify.biased,
+        )
+
+    def note_accepted(self, step: Step, accepted: Accepted) -> None:
+        """Learn from a verify step."""
+        said = None
+        if step.batch.sampling_info.is_all_greedy:
+            # A sampled node is one on an accepted path; greedily, every node has its token.
+            said = accepted.predict.numpy().reshape(step.packed.tokens.shape)
+        index = accepted.accept_index.numpy()
+        self._planner.observe(step.running, step.trees, step.packed, index, said)
+
+    def launched(self, step: Step, accepted: Accepted, result: StepResult) -> None:
+        """Nothing to do: `note_accepted` has learned from it."""
+
+    def clear(self) -> None:
+        """Forget running requests."""
+        self.prefills.clear()

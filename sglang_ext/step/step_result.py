@@ -1,0 +1,110 @@
+"""What a step hands to SGLang: the tokens that it commits, and what the next step starts from."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from sglang.srt.utils.common import async_d2h
+
+if TYPE_CHECKING:
+    from sglang_ext.step.known_tokens import KnownHead
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a step gives its requests.
+
+    Attributes:
+        tokens: int[bs, n], zeros (or anything) behind each request's own.
+        lens: int32[bs], how many each request gets.
+        new_seq_lens: int64[bs], the lengths that the next step finds.
+    """
+
+    tokens: torch.Tensor
+    lens: torch.Tensor
+    new_seq_lens: torch.Tensor
+
+    @classmethod
+    def one_each(cls, tokens: torch.Tensor, new_seq_lens: torch.Tensor) -> "Committed":
+        """One token (int[bs]) for each request."""
+        lens = torch.ones(len(tokens), dtype=torch.int32, device=tokens.device)
+        return cls(tokens.view(-1, 1), lens, new_seq_lens)
+
+    def behind(self, head: "KnownHead | None", most: int) -> "Committed":
+        """The same with what the requests got before the step in front, `most` tokens at most."""
+        if head is None:
+            return self
+        tokens, lens = head.joined(self.tokens, self.lens, most)
+        return Committed(tokens, lens, self.new_seq_lens)
+
+
+@dataclass
+class StepResult(GenerationBatchResult):
+    """A step's result; what a verify step teaches comes to the host with SGLang's own readback.
+
+    Attributes:
+        learned: int32[bs, 2 * width], the target's token after each node and the accepted nodes'
+            flat indices (verify.Accepted); of a prefill that read drafts, int32[bs, n]
+            (cuda/prefill.py); None: any other step, or on the host.
+    """
+
+    learned: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, passed: GenerationBatchResult, committed: Committed, stride: int) -> "StepResult":
+        """The result of a step.
+
+        Args:
+            passed: SGLang's of the forward pass.
+            committed: at most `stride` tokens for each request.
+            stride: --speculative-num-draft-tokens, the relay's fixed width.
+        """
+        tokens, lens = committed.tokens, committed.lens
+        relay = torch.zeros(len(lens), stride, dtype=torch.int32, device=tokens.device)
+        relay[:, : tokens.shape[1]] = tokens
+        return cls(
+            logits_output=passed.logits_output,
+            next_token_ids=tokens.flatten(),
+            can_run_cuda_graph=passed.can_run_cuda_graph,
+            accept_lens=lens,
+            new_seq_lens=committed.new_seq_lens,
+            next_draft_input=NgramVerifyInput(
+                draft_token_num=stride,
+                new_seq_lens=committed.new_seq_lens,
+                accept_tokens=relay.flatten(),
+                accept_lens=lens,
+            ),
+            speculative_num_draft_tokens=stride,
+            speculative_output_stride=tokens.shape[1],
+        )
+
+    @classmethod
+    def of_known(cls, head: "KnownHead", new_seq_lens: torch.Tensor, stride: int) -> "StepResult":
+        """The result of a step without a pass: every request gets known tokens alone."""
+        passed = GenerationBatchResult(LogitsProcessorOutput(next_token_logits=None))
+        return cls.of(passed, Committed(head.tokens, head.lens, new_seq_lens), stride)
+
+    def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
+        """As SGLang's, `learned` included."""
+        if self.learned is not None:
+            self.learned = async_d2h(self.learned)
+        super().copy_to_cpu(*args, **kwargs)
+
+    def wait(self) -> None:
+        """Wait until the readback has come; a result of SGLang's synchronous loop is there."""
+        if self.copy_done is not None:
+            self.copy_done.synchronize()
+
+    def came(self) -> bool:
+        """Whether the readback has come."""
+        return self.copy_done is None or self.copy_done.query()
+
+    def rows(self) -> list[list[int]]:
+        """Each request's committed tokens, once `wait` has returned."""
+        width = self.speculative_output_stride or 1
+        tokens = self.next_token_ids.view(-1, width).tolist()
+        lens = self.accept_lens.tolist()
+        return [row[:n] for row, n in zip(tokens, lens, strict=True)]
