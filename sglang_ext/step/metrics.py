@@ -4,7 +4,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,55 @@ _LEADS = (-1.0, -0.1, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _SECONDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 
 
+class _Series:
+    """Makes series of our names with a server's labels.
+
+    Args:
+        labels: put on every series.
+    """
+
+    def __init__(self, labels: Mapping[str, str]):
+        self.labels = dict(labels)
+        self._names = tuple(labels)
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Any:
+        """A histogram with these upper bounds."""
+        from prometheus_client import Histogram
+
+        made = Histogram(PREFIX + name, text, self._names, buckets=buckets)
+        return made.labels(**self.labels)
+
+    def counter(self, name: str, text: str) -> Any:
+        """A counter; `_total` joins its name."""
+        return self._counter(name, text).labels(**self.labels)
+
+    def gauge(self, name: str, text: str) -> Any:
+        """A gauge, of whichever process set it last."""
+        return self.gauges(name, text).labels(**self.labels)
+
+    def gauges(self, name: str, text: str, *more: str) -> Any:
+        """Gauges by `more` labels, which are still to be given, beside those of the server."""
+        from prometheus_client import Gauge
+
+        names = (*self._names, *more)
+        return Gauge(PREFIX + name, text, names, multiprocess_mode="mostrecent")
+
+    def by_kind(self, name: str, text: str, kinds: Sequence[str]) -> dict[str, Any]:
+        """A gauge for each kind."""
+        made = self.gauges(name, text, "kind")
+        return {kind: made.labels(**self.labels, kind=kind) for kind in kinds}
+
+    def by_source(self, name: str, text: str) -> dict[int, Any]:
+        """A counter for each bit of SOURCES."""
+        made = self._counter(name, text, "source")
+        return {bit: made.labels(**self.labels, source=source) for bit, source in SOURCES.items()}
+
+    def _counter(self, name: str, text: str, *more: str) -> Any:
+        from prometheus_client import Counter as Count
+
+        return Count(PREFIX + name, text, (*self._names, *more))
+
+
 class SpeculationMetrics:
     """Prometheus metrics of one scheduler process.
 
@@ -52,85 +101,71 @@ class SpeculationMetrics:
     """
 
     def __init__(self, labels: Mapping[str, str]):
-        from prometheus_client import Counter as Count
-        from prometheus_client import Gauge, Histogram
+        series = _Series(labels)
+        self._add_steps(series)
+        self._add_budget(series)
+        self._add_datastore(series)
+        self._drafter = series.gauges("drafter", "What a drafter counts of its own.", "name")
+        self._labels = dict(labels)
+        self._gauges_at = 0.0
 
-        names = tuple(labels)
-
-        def histogram(name: str, text: str, buckets: Sequence[float]):
-            made = Histogram(PREFIX + name, text, names, buckets=buckets)
-            return made.labels(**labels)
-
-        def gauge(name: str, text: str):
-            return Gauge(PREFIX + name, text, names, multiprocess_mode="mostrecent").labels(
-                **labels
-            )
-
-        def by_source(name: str, text: str):
-            made = Count(PREFIX + name, text, (*names, "source"))
-            return {bit: made.labels(**labels, source=source) for bit, source in SOURCES.items()}
-
-        def by_kind(name: str, text: str, kinds: Sequence[str]):
-            made = Gauge(PREFIX + name, text, (*names, "kind"), multiprocess_mode="mostrecent")
-            return {kind: made.labels(**labels, kind=kind) for kind in kinds}
-
-        self._accept_length = histogram(
+    def _add_steps(self, series: _Series) -> None:
+        """What steps do: widths, accepted tokens and their sources, seconds by kind."""
+        self._accept_length = series.histogram(
             "accept_length", "Tokens a request commits per verify step, bonus included.", _LENGTHS
         )
-        self._verify_width = histogram(
+        self._verify_width = series.histogram(
             "verify_width",
             "Nodes verified per request in a step (s_q, mean, root included); 1: plain.",
             _LENGTHS,
         )
-        self._retrieval = histogram(
+        self._retrieval = series.histogram(
             "retrieval_seconds", "Seconds of drafting for one batch.", _SECONDS
         )
-        self._draft_lead = histogram(
+        self._draft_lead = series.histogram(
             "draft_lead_seconds",
             "Seconds from a drafter being ready for a request to all of the request's KV being "
             "there from its prefill server; below 0: the KV waited.",
             _LEADS,
         )
         self._steps, self._seconds = (
-            {
-                kind: Count(PREFIX + kind + unit, text, names).labels(**labels)
-                for kind, text in _STEP_KINDS.items()
-            }
+            {kind: series.counter(kind + unit, text) for kind, text in _STEP_KINDS.items()}
             for unit in ("_steps", "_seconds")
         )
-        self._drafter = Gauge(
-            PREFIX + "drafter",
-            "What a drafter counts of its own.",
-            (*names, "name"),
-            multiprocess_mode="mostrecent",
+        self._proposed = series.by_source("proposed_tokens", "Drafted tokens that were verified.")
+        self._accepted = series.by_source("accepted_tokens", "Drafted tokens that were accepted.")
+
+    def _add_budget(self, series: _Series) -> None:
+        """What the budget goes by."""
+        self._budget_cap = series.gauge(
+            "budget_cap", "Nodes per request up to I_knee at this batch."
         )
-        self._labels = dict(labels)
-        self._proposed = by_source("proposed_tokens", "Drafted tokens that were verified.")
-        self._accepted = by_source("accepted_tokens", "Drafted tokens that were accepted.")
-        self._budget_cap = gauge("budget_cap", "Nodes per request up to I_knee at this batch.")
-        self._knee = gauge("budget_knee_tokens", "I_knee: tokens of a step at the roofline's knee.")
-        self._tokens = by_kind("datastore_tokens", "Searchable tokens.", ("live", "static"))
-        self._bytes = by_kind(
+        self._knee = series.gauge(
+            "budget_knee_tokens", "I_knee: tokens of a step at the roofline's knee."
+        )
+
+    def _add_datastore(self, series: _Series) -> None:
+        """The datastore's size and state."""
+        self._tokens = series.by_kind("datastore_tokens", "Searchable tokens.", ("live", "static"))
+        self._bytes = series.by_kind(
             "datastore_bytes", "All that is searchable; the folder.", ("index", "disk")
         )
-        self._namespaces = gauge("datastore_namespaces", "Namespaces with served tokens.")
-        self._ingest_lag = gauge(
+        self._namespaces = series.gauge("datastore_namespaces", "Namespaces with served tokens.")
+        self._ingest_lag = series.gauge(
             "datastore_ingest_lag_seconds", "Age of the oldest output that is not searchable yet."
         )
-        self._dropped = Count(
-            PREFIX + "datastore_dropped_documents", "Outputs that a full queue dropped.", names
-        ).labels(**labels)
+        self._dropped = series.counter(
+            "datastore_dropped_documents", "Outputs that a full queue dropped."
+        )
         self._dropped_before = 0
-        self._failures = Count(
-            PREFIX + "datastore_background_failures",
+        self._failures = series.counter(
+            "datastore_background_failures",
             "Attempts to write the datastore's files that failed; each is made again.",
-            names,
-        ).labels(**labels)
+        )
         self._failures_before = 0
-        self._pending = gauge(
+        self._pending = series.gauge(
             "datastore_pending_deletions", "Deletions that some file has not followed yet."
         )
-        self._gauges_at = 0.0
 
     def gauges_due(self) -> bool:
         """Whether a second has passed since they were set."""
