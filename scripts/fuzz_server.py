@@ -23,12 +23,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import psutil
-import requests
 
 from scripts.lib.figures import parser, report
 from scripts.lib.fuzz_client import FuzzClient
 from scripts.lib.fuzz_grammar import FuzzRequest, block, classes, shortened
+from scripts.lib.http_client import HTTP
 from scripts.lib.server import Server
 from sglang_ext.servers import processes
 
@@ -90,7 +91,7 @@ def _own_server(options: argparse.Namespace) -> "FuzzRun":
         end = options.offset + options.requests
         number = run.send(options.offset, options.requests)
         while number < end:
-            print(server.log_tail(40))
+            print(server.tail(40))
             server.stop()
             server.start().wait()
             run.restarted(server.pid)
@@ -123,7 +124,7 @@ class FuzzRun:
         self._seed = seed
         self._failures = failures
         self._most_tokens = most_tokens
-        models = requests.get(url + "/v1/models", timeout=60).json()
+        models = HTTP.get(url + "/v1/models", timeout=60).json()
         every = classes(models["data"][0]["id"])
         self._classes = {kind: every[kind] for kind in only or every}
         self._counts: Counter[str] = Counter()
@@ -210,7 +211,7 @@ class FuzzRun:
             return False
         try:
             wrong = self._client.known() != self._expected
-        except requests.RequestException as error:
+        except (httpx.HTTPError, ValueError) as error:
             print(f"no answer to a valid request: {error}")
             wrong = True
         if wrong:

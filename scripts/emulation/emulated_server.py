@@ -18,12 +18,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from scripts.emulation import cases
 from scripts.emulation.cuda_environment import environment, one_thread
 from scripts.emulation.traffic import Job, ask, difference, first_difference, run
 from scripts.lib.figures import parser, report
+from scripts.lib.http_client import HTTP
 from scripts.lib.server import Server
 from scripts.lib.spec_bench import MODEL, spec_bench
 
@@ -44,7 +43,8 @@ class EmulatedServer(Server):
 
     def __init__(self, model: str, args: Sequence[str] = (), **options: Any):
         super().__init__(model, args, **options)
-        self._command[self._command.index("sglang_ext.cli")] = "scripts.emulation.serve"
+        ours = "scripts.emulation.serve"
+        self.command = [ours if word == "sglang_ext.cli" else word for word in self.command]
 
 
 def plain_server(name: str = "plain") -> Server:
@@ -100,7 +100,7 @@ def check_settings(server: Server) -> None:
     Raises:
         RuntimeError: overlap scheduling is off, or another backend serves attention.
     """
-    settings = requests.get(f"{server.base_url}/server_info", timeout=60).json()
+    settings = HTTP.get(f"{server.base_url}/server_info", timeout=60).json()
     if settings["disable_overlap_schedule"] or settings["attention_backend"] != "flashinfer":
         raise RuntimeError(
             f"the emulated server runs with {settings['attention_backend']}, overlap "
@@ -117,7 +117,7 @@ def left_running(server: Server) -> float:
 
 
 def _running(server: Server) -> float:
-    text = requests.get(f"{server.base_url}/metrics", timeout=60).text
+    text = HTTP.get(f"{server.base_url}/metrics", timeout=60).text
     return sum(float(value) for value in _RUNNING.findall(text))
 
 

@@ -1,14 +1,9 @@
 """`sglang-ext pd` for checks and tests: start, wait, find its servers, ask one pair of them."""
 
-import contextlib
-import os
 import random
 import re
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
-import requests
 
-from scripts.lib.server import KV_POOL, ServerError
-from sglang_ext.servers import processes
-from sglang_ext.servers.processes import free_port, kill_group, signal_group
+from scripts.lib.http_client import HTTP
+from scripts.lib.server import KV_POOL
+from sglang_ext.servers.processes import free_port
+from sglang_ext.servers.server_process import ServerProcess
 
-START_TIMEOUT_S = 600
-STOP_TIMEOUT_S = 90
+# It has servers of its own to stop.
+_GRACE_S = 90
 _READY = re.compile(r"^sglang-ext pd: (.+) is ready: (\S+) \(process (\d+)\)$", re.MULTILINE)
 
 
@@ -39,7 +34,7 @@ class Pair:
         """What the decode server answers to /generate; the prefill server gets the same request.
 
         Raises:
-            requests.RequestException: one of them refused it or is gone.
+            httpx.HTTPError: one of them refused it or is gone.
         """
         room = {
             "bootstrap_host": "127.0.0.1",
@@ -48,9 +43,7 @@ class Pair:
         }
         with ThreadPoolExecutor(2) as pool:
             prefill, decode = (
-                pool.submit(
-                    requests.post, url + "/generate", json={**body, **room}, timeout=timeout_s
-                )
+                pool.submit(HTTP.post, url + "/generate", json={**body, **room}, timeout=timeout_s)
                 for url in (self.prefill_url, self.decode_url)
             )
             for answer in (prefill.result(), decode.result()):
@@ -76,44 +69,28 @@ class Disaggregated:
         name: str = "pd",
         env: Mapping[str, str] | None = None,
     ):
-        self.name = name
-        self._env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         port = free_port()
         self.base_url = f"http://127.0.0.1:{port}"
         self.folder = Path(tempfile.mkdtemp(prefix=f"sglang-{name}-"))
-        self.log = self.folder / "pd.log"
-        self._command = [
+        command = [
             sys.executable, "-m", "sglang_ext.cli", "pd", "--model", model, "--port", str(port),
             "--log-dir", str(self.folder), *KV_POOL, *args,
         ]  # fmt: skip
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = ServerProcess(
+            name, command, self.base_url, self.folder / "pd.log", env=env, grace_s=_GRACE_S,
+            ready=lambda: "sglang-ext pd: ready:" in self.output(),
+        )  # fmt: skip
 
     def __enter__(self) -> "Disaggregated":
-        with self.log.open("wb") as log:
-            self._process = processes.start(
-                self._command, stdout=log, stderr=subprocess.STDOUT, env=self._env
-            )
-        try:
-            self._wait()
-        except BaseException:
-            self.stop()
-            raise
+        self._process.start().wait()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _wait(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while "sglang-ext pd: ready:" not in self.output():
-            assert self._process is not None
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise ServerError(f"{self.name} did not come up:\n{self.output()[-4000:]}")
-            time.sleep(0.3)
-
     def output(self) -> str:
         """What the command itself has printed."""
-        return self.log.read_text(errors="replace")
+        return self._process.output()
 
     def server_log(self, member: str) -> str:
         """What one of its servers ("decode 1") has printed."""
@@ -122,14 +99,7 @@ class Disaggregated:
 
     def stop(self) -> None:
         """End all of it."""
-        if self._process is None:
-            return
-        signal_group(self._process, signal.SIGTERM)
-        # It has servers of its own to stop first.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=STOP_TIMEOUT_S)
-        kill_group(self._process)
-        self._process = None
+        self._process.stop()
 
     @property
     def urls(self) -> dict[str, str]:
@@ -162,9 +132,4 @@ class Disaggregated:
         Raises:
             ServerError: that takes too long, or the command ended.
         """
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while self.ready_count(member) <= times:
-            assert self._process is not None
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise ServerError(f"{member} did not come up again:\n{self.output()[-4000:]}")
-            time.sleep(0.3)
+        self._process.wait_for(member, lambda: self.ready_count(member) > times)

@@ -1,16 +1,15 @@
 """What a running server's metrics say of speculation (`--enable-metrics`)."""
 
-import re
+from prometheus_client.parser import text_string_to_metric_families
 
-import requests
+from scripts.lib.http_client import HTTP
 
-_METRIC = re.compile(r"sglang_ext:(\w+)\{(.*)\} (\S+)")
-_NAME_LABEL = re.compile(r'(?:^|,)name="([^"]*)"')
+_OURS = "sglang_ext:"
 
 
 def read_metrics(base_url: str) -> dict[str, float]:
     """The server's `sglang_ext:` series; see `parse_metrics`."""
-    response = requests.get(base_url + "/metrics", timeout=30)
+    response = HTTP.get(base_url + "/metrics", timeout=30)
     response.raise_for_status()
     return parse_metrics(response.text)
 
@@ -21,9 +20,9 @@ def parse_metrics(text: str) -> dict[str, float]:
     Those with a label `name` are called SERIES.NAME; a histogram's buckets are left out.
     """
     found: dict[str, float] = {}
-    for name, labels, value in _METRIC.findall(text):
-        if name.endswith("_bucket"):
-            continue
-        label = _NAME_LABEL.search(labels)
-        found[f"{name}.{label[1]}" if label else name] = float(value)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(_OURS) and not sample.name.endswith("_bucket"):
+                name, label = sample.name.removeprefix(_OURS), sample.labels.get("name")
+                found[f"{name}.{label}" if label else name] = sample.value
     return found

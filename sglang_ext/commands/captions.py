@@ -210,7 +210,7 @@ def _servers(args: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
             flags = ["--speculative-algorithm", "SSSD", "--drafters", "ssbd"]
             flags += shlex.split(args.translate_flags)
             starting["translate"] = stack.enter_context(started(args.translate_model, flags))
-        urls = {name: server.wait() for name, server in starting.items()}
+        urls = {name: server.wait().url for name, server in starting.items()}
         yield (
             urls["asr"] if "asr" in urls else _base(args.asr_url),
             urls.get("translate") or (_base(args.translate_url) if args.translate_url else None),

@@ -230,7 +230,7 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
     try:
         with started(args.model, args.rest) as server:
-            yield server.wait(), _served_model(server.url, "")
+            yield server.wait().url, _served_model(server.url, "")
     except ServerError as error:
         raise TranscribeError(str(error)) from None
 

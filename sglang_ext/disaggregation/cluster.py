@@ -2,19 +2,17 @@
 
 import os
 import re
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_ext.servers.processes import signal_group, start, stop_group
-from sglang_ext.servers.started_server import is_ready
+from sglang_ext.servers.server_process import (
+    POLL_S,
+    SHOWN_LINES,
+    START_TIMEOUT_S,
+    ServerProcess,
+)
 
-START_TIMEOUT_S = 900.0
-_POLL_S = 0.5
-_SHOWN_LINES = 15
 # The last line of a traceback, or of a refusal, anywhere in what a process printed.
 _REASON = re.compile(r"^(?:[\w.]*(?:Error|Exception)|sglang-ext serve: error): .+", re.MULTILINE)
 # One that ends before it was ready so often in a row will not come up.
@@ -25,57 +23,34 @@ class ClusterError(Exception):
     """The servers cannot go on; the message says which one and ends with its last lines."""
 
 
-@dataclass
-class Member:
-    """One process of a cluster.
+class Member(ServerProcess):
+    """One process of a cluster, which gives it its log.
 
     Attributes:
         name: what to call it, as "decode 1".
-        command: its command line.
-        url: its address; `/health` there answers when it is ready.
-        env: what its environment has besides this process's.
-        without: what its environment lacks of it.
+        ready: whether it has been up since it was last started.
+        failed_starts: how often in a row it ended before it was.
     """
 
-    name: str
-    command: Sequence[str]
-    url: str
-    env: Mapping[str, str] = field(default_factory=dict)
-    without: Sequence[str] = ()
-    log: Path | None = None
-    process: "subprocess.Popen[bytes] | None" = None
-    ready: bool = False
-    failed_starts: int = 0
-
-    def start(self, folder: Path) -> None:
-        """Start it, its output behind that of before in FOLDER/NAME.log."""
-        self.log = folder / f"{self.name.replace(' ', '-')}.log"
-        env = {k: v for k, v in os.environ.items() if k not in self.without}
-        with self.log.open("ab") as log:
-            # In its session Ctrl-C does not reach it before the others are told.
-            self.process = start(
-                self.command,
-                stdout=log,
-                stderr=log,
-                env=env | {"PYTHONUNBUFFERED": "1"} | dict(self.env),
-            )
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        url: str,
+        env: Mapping[str, str] | None = None,
+        without: Sequence[str] = (),
+    ):
+        super().__init__(name, command, url, Path(os.devnull), env=env, without=without)
         self.ready = False
+        self.failed_starts = 0
 
-    def ended(self) -> int | None:
-        """Its exit code; None while it runs."""
-        assert self.process is not None
-        return self.process.poll()
-
-    def tail(self) -> str:
+    def tail(self, lines: int = SHOWN_LINES) -> str:
         """The last lines that it printed, then the last error, if it is none of them."""
-        if self.log is None or not self.log.exists():
-            return ""
-        text = self.log.read_text(errors="replace").strip()
-        shown = text.splitlines()[-_SHOWN_LINES:]
-        errors = _REASON.findall(text)
-        if errors and errors[-1] != shown[-1]:
-            shown.append(f"{self.name}: {errors[-1]}")
-        return "\n".join(shown)
+        shown = super().tail(lines)
+        errors = _REASON.findall(self.output())
+        if errors and errors[-1] != shown.splitlines()[-1]:
+            shown += f"\n{self.name}: {errors[-1]}"
+        return shown
 
 
 class Cluster:
@@ -99,7 +74,8 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         try:
             for member in self.members:
-                member.start(self._folder)
+                member.log = self._folder / f"{member.name.replace(' ', '-')}.log"
+                member.start()
         except BaseException:
             self.stop()
             raise
@@ -117,7 +93,7 @@ class Cluster:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not all(member.ready for member in self.members):
             for member in self.members:
-                code = member.ended()
+                code = member.exit_code()
                 if code is not None:
                     words = f"did not start (exit code {code}):\n{member.tail()}"
                     raise ClusterError(f"{member.name} {words}")
@@ -125,7 +101,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 late = ", ".join(m.name for m in self.members if not m.ready)
                 raise ClusterError(f"not ready after {START_TIMEOUT_S:.0f} s: {late}")
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def watch(self) -> None:
         """Stays with them, and starts again what ends.
@@ -135,26 +111,24 @@ class Cluster:
         """
         while True:
             for member in self.members:
-                code = member.ended()
+                code = member.exit_code()
                 if code is None:
                     self._look(member)
                 else:
                     self._start_again(member, code)
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def stop(self) -> None:
         """End them all."""
-        running = [m.process for m in self.members if m.process is not None]
-        for process in running:
-            signal_group(process, signal.SIGTERM)
-        for process in running:
-            stop_group(process)
+        for member in self.members:
+            member.terminate()
+        for member in self.members:
+            member.stop()
 
     def _look(self, member: Member) -> None:
-        if not member.ready and is_ready(member.url):
+        if not member.ready and member.is_ready():
             member.ready, member.failed_starts = True, 0
-            assert member.process is not None
-            self._say(f"{member.name} is ready: {member.url} (process {member.process.pid})")
+            self._say(f"{member.name} is ready: {member.url} (process {member.pid})")
 
     def _start_again(self, member: Member, code: int) -> None:
         if not self._restart:
@@ -166,6 +140,6 @@ class Cluster:
                 f"(exit code {code}):\n{member.tail()}"
             )
         self._say(f"{member.name} ended (exit code {code}); starting it again")
-        assert member.process is not None
-        stop_group(member.process)  # what it had started
-        member.start(self._folder)
+        member.stop()  # what it had started
+        member.ready = False
+        member.start()

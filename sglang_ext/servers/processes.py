@@ -15,7 +15,8 @@ from typing import IO
 
 import psutil  # type: ignore[import-untyped]
 
-_GRACE_S = 10.0
+# Between SIGTERM and SIGKILL.
+GRACE_S = 10.0
 # Below those of outgoing connections (Linux: 32768 up) and those that SGLang chooses (22000 up).
 _PORTS = 10_000, 20_000
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
@@ -38,7 +39,7 @@ def start(
     Raises:
         OSError: no process can be started. A program that is not there ends with exit code 127.
     """
-    supervisor = [sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), str(_GRACE_S)]
+    supervisor = [sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), str(GRACE_S)]
     return subprocess.Popen(
         [*supervisor, *command],
         stdin=stdin,
@@ -79,16 +80,20 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
 
 
-def stop_group(process: "subprocess.Popen[bytes]") -> None:
-    """End a process that leads a session of its own, and the ones it started."""
+def stop_group(process: "subprocess.Popen[bytes]", grace_s: float = GRACE_S) -> None:
+    """End a process that leads a session of its own, and the ones it started.
+
+    Args:
+        grace_s: between SIGTERM and SIGKILL, in seconds.
+    """
     signal_group(process, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=_GRACE_S)
+        process.wait(timeout=grace_s)
     kill_group(process)
 
 
 def kill_group(process: "subprocess.Popen[bytes]") -> None:
-    """The same with kill -9, at once."""
+    """End a process that leads a session of its own, and the ones it started, with kill -9."""
     signal_group(process, signal.SIGKILL)
     process.wait()
 
@@ -110,7 +115,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def memory_bytes(pid: int) -> int:
-    """Memory that they hold, what they share counted once (PSS).
+    """Memory that a process and those it started hold, what they share counted once (PSS).
 
     Raises:
         psutil.Error: one of them has just ended.

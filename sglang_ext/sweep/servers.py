@@ -2,27 +2,25 @@
 
 import contextlib
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
 import psutil  # type: ignore[import-untyped]
+from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_ext.servers import processes
 from sglang_ext.servers.flags import flag_value
-from sglang_ext.servers.started_server import ServerError, StartedServer, started
+from sglang_ext.servers.server_process import ServerError, ServerProcess, is_ready
+from sglang_ext.servers.started_server import started
 
 KV_FLAG = "--max-total-tokens"
 # The same for all, so that none pays for what another does not do.
 COMMON_FLAGS = ("--enable-metrics", "--incremental-streaming-output")
 _CONTROL_TIMEOUT_S = 660.0  # a large corpus takes a while
-_HEALTH_TIMEOUT_S = 5.0
-_WIDTH = re.compile(r"^sglang_ext:verify_width_(sum|count)\{.*\} (\S+)", re.MULTILINE)
+_WIDTH = "sglang_ext:verify_width"
 
 # A server on a CPU, besides weights and KV pool: about what its processes' imports take.
 _PROCESS_BYTES = 2.6e9
@@ -107,7 +105,7 @@ class RunningServer:
         width: s_q where it is always the same: 1 for plain decoding; None: its metrics tell.
     """
 
-    def __init__(self, url: str, flags: Sequence[str], process: StartedServer | None = None):
+    def __init__(self, url: str, flags: Sequence[str], process: ServerProcess | None = None):
         self.url = url
         self.flags = tuple(flags)
         self.width: float | None = None
@@ -118,12 +116,7 @@ class RunningServer:
 
     def answers(self) -> bool:
         """Whether it is there."""
-        if self._process is not None and not self._process.running():
-            return False
-        with contextlib.suppress(httpx.HTTPError):
-            response = self._http.get(self.url + "/health", timeout=_HEALTH_TIMEOUT_S)
-            return response.is_success
-        return False
+        return (self._process is None or self._process.is_running()) and is_ready(self.url)
 
     def last_words(self) -> str:
         """The last lines that it printed; "" where it was not started here."""
@@ -133,23 +126,25 @@ class RunningServer:
         """CPU time that its processes have used so far."""
         if self._process is not None:
             with contextlib.suppress(psutil.Error):
-                return processes.cpu_seconds(self._process.pid)
+                return self._process.cpu_seconds()
         return None
 
     def memory_mb(self) -> float | None:
         """Memory of its processes in MiB, what they share counted once (PSS)."""
         if self._process is not None:
             with contextlib.suppress(psutil.Error):
-                return processes.memory_bytes(self._process.pid) / (1 << 20)
+                return self._process.memory_bytes() / (1 << 20)
         return None
 
     def widths(self) -> tuple[float, float]:
         """Sum of s_q over its steps, and their number, since it started; 0, 0: no such metric."""
-        found = {"sum": 0.0, "count": 0.0}
+        found = {f"{_WIDTH}_sum": 0.0, f"{_WIDTH}_count": 0.0}
         with contextlib.suppress(ControlError):  # one without --enable-metrics
-            for name, value in _WIDTH.findall(self.call("GET", "/metrics").text):
-                found[name] += float(value)
-        return found["sum"], found["count"]
+            for family in text_string_to_metric_families(self.call("GET", "/metrics").text):
+                for sample in family.samples:
+                    if sample.name in found:
+                        found[sample.name] += sample.value
+        return found[f"{_WIDTH}_sum"], found[f"{_WIDTH}_count"]
 
     def info(self) -> dict[str, Any]:
         """Its configuration."""
@@ -278,7 +273,7 @@ class Servers:
         log_file = None if self._logs is None else self._logs / f"server-{key}.log"
         process = stack.enter_context(started(self._model, flags, log_file))
         # One after the other: each measures at its start what forward passes cost.
-        server = RunningServer(process.wait(), flags, process)
+        server = RunningServer(process.wait().url, flags, process)
         return self._checked(key, server)
 
     def _given(self, key: str) -> RunningServer:
@@ -309,11 +304,6 @@ class Servers:
     def __enter__(self) -> "Servers":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for key in list(self._running):
             self.stop(key)

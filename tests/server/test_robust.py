@@ -1,14 +1,14 @@
 """Bad input, aborts and pressure: each gets an answer, and the server goes on."""
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import requests
 
+from scripts.lib.http_client import HTTP, lines
 from scripts.lib.server import Server
+from tests.eventually import eventually
 from tests.server.conftest import MODEL
 from tests.server.test_equal_to_plain import answer
 
@@ -17,7 +17,7 @@ SSSD = ["--speculative-algorithm", "SSSD"]
 
 
 def post(server: Server, path: str, body: dict, timeout: float = 300):
-    return requests.post(server.base_url + path, json=body, timeout=timeout)
+    return HTTP.post(server.base_url + path, json=body, timeout=timeout)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_openai_clients_send_options_in_the_body(sssd_server):
         "temperature": 0,
     }
     good = post(sssd_server, "/v1/chat/completions", body | {"custom_params": {"drafter": "none"}})
-    assert good.ok, good.text
+    assert good.is_success, good.text
     assert good.json()["usage"]["completion_tokens"] > 0
     bad = post(sssd_server, "/v1/chat/completions", body | {"custom_params": {"drafter": "x"}})
     assert bad.status_code == 400
@@ -66,10 +66,10 @@ def test_aborted_requests_leave_the_others_alone(plain_server, sssd_server, prom
             "sampling_params": {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True},
             "stream": True,
         }
-        with requests.post(
-            sssd_server.base_url + "/generate", json=body, stream=True, timeout=60
+        with HTTP.stream(
+            "POST", sssd_server.base_url + "/generate", json=body, timeout=60
         ) as response:
-            for _ in zip(range(3), response.iter_lines(), strict=False):
+            for _ in zip(range(3), lines(response), strict=False):
                 pass
 
     threads = [threading.Thread(target=abandon) for _ in range(4)]
@@ -79,15 +79,12 @@ def test_aborted_requests_leave_the_others_alone(plain_server, sssd_server, prom
     for thread in threads:
         thread.join()
     assert got == expected
-    deadline = time.monotonic() + 60
-    while running_requests(sssd_server) > 0 and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert running_requests(sssd_server) == 0, "aborted requests still run"
+    eventually(lambda: running_requests(sssd_server) == 0, what="no aborted request runs on")
 
 
 def running_requests(server: Server) -> float:
     """SGLang's own gauge."""
-    metrics = requests.get(server.base_url + "/metrics", timeout=30).text
+    metrics = HTTP.get(server.base_url + "/metrics", timeout=30).text
     values = [
         float(line.rsplit(" ", 1)[1])
         for line in metrics.splitlines()
@@ -129,7 +126,7 @@ def test_output_up_to_the_end_of_the_context(drafter, tight_server, prompts):
         },
     }
     response = post(tight_server, "/generate", body)
-    assert response.ok, response.text
+    assert response.is_success, response.text
     meta = response.json()["meta_info"]
     assert meta["finish_reason"]["type"] == "length"
     assert 35 < meta["completion_tokens"] <= 39
@@ -140,12 +137,12 @@ def test_corpora_over_http(sssd_server, prompts):
     added = post(
         sssd_server, "/add_external_corpus", {"corpus_id": "fox", "documents": [text, text]}
     )
-    assert added.ok, added.text
+    assert added.is_success, added.text
     assert added.json()["loaded_token_count"] > 50
-    listed = requests.get(sssd_server.base_url + "/list_external_corpora", timeout=30).json()
+    listed = HTTP.get(sssd_server.base_url + "/list_external_corpora", timeout=30).json()
     assert listed["corpus_token_counts"]["fox"] == added.json()["loaded_token_count"]
     removed = post(sssd_server, "/remove_external_corpus", {"corpus_id": "fox"})
-    assert removed.ok
+    assert removed.is_success
     again = post(sssd_server, "/remove_external_corpus", {"corpus_id": "fox"})
     assert again.status_code == 400 and "fox" in again.text
     assert answer(sssd_server, prompts[0])["output_ids"]
@@ -154,11 +151,11 @@ def test_corpora_over_http(sssd_server, prompts):
 def refused(server: Server) -> str:
     """What a server printed that must end by itself, with the exit code of a usage error."""
     server.start()
-    deadline = time.monotonic() + 120
-    while server.exit_code() is None and time.monotonic() < deadline:
-        time.sleep(0.2)
-    code, log = server.exit_code(), server.log_tail(200)
-    server.stop()
+    try:
+        eventually(lambda: server.exit_code() is not None, 120, "the server ends by itself")
+    finally:
+        code, log = server.exit_code(), server.tail(200)
+        server.stop()
     assert code == 2, log
     return log
 
@@ -188,4 +185,4 @@ def test_a_wrong_command_line_is_one_clear_line(model, flags, message):
 def test_a_port_in_use_is_one_clear_line(plain_server):
     log = refused(Server(MODEL, name="second", port=plain_server.port))
     assert f"port {plain_server.port} on 127.0.0.1 is in use" in log
-    assert requests.get(plain_server.base_url + "/health", timeout=30).ok
+    assert HTTP.get(plain_server.base_url + "/health", timeout=30).is_success

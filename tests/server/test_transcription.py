@@ -12,14 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jiwer
 import numpy as np
 import openai
 import psutil  # type: ignore[import-untyped]
 import pytest
-import requests
 from whisper.normalizers import EnglishTextNormalizer
 
+from scripts.lib.http_client import HTTP
 from scripts.lib.server import Server
 from scripts.speech_data import FOLDER, FORMATS, Clip, encode, read_audio, read_references
 from tests.unit.speech.wav_files import wav_file
@@ -64,7 +65,7 @@ def long_clip() -> Clip:
 
 def post(server: Server, data: bytes | None = None, path: str = "transcriptions", **fields: Any):
     files = {} if data is None else {"file": ("audio.bin", data)}
-    return requests.post(
+    return HTTP.post(
         f"{server.base_url}/v1/audio/{path}", files=files or {"x": ("", b"")},
         data={"model": MODEL} | fields, timeout=600,
     )  # fmt: skip
@@ -79,7 +80,7 @@ def silence(seconds: float, rate: int = RATE) -> Clip:
     return Clip("silence", np.zeros((1, int(seconds * rate)), np.float32), rate)
 
 
-def error_of(response: requests.Response) -> dict[str, Any]:
+def error_of(response: httpx.Response) -> dict[str, Any]:
     """OpenAI's error object, complete."""
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -95,7 +96,7 @@ def error_of(response: requests.Response) -> dict[str, Any]:
 def test_audio_formats(server, jfk, format, rate, channels):
     clip = Clip("jfk", np.tile(jfk.mono(rate), (channels, 1)), rate)
     response = post(server, encode(clip, format), language="en")
-    assert response.ok, response.text
+    assert response.is_success, response.text
     # 8 kHz costs a word here and there.
     assert jiwer.wer(normalized(JFK), normalized(response.json()["text"])[-len(JFK) :]) < 0.3
 
@@ -183,7 +184,7 @@ def test_eight_at_once_get_what_one_gets(server, long_clip):
 def test_silence_and_noise_say_nothing(server, stream):
     for clip in (silence(1), silence(45), noise(20)):
         response = post(server, encode(clip, "flac"), stream=stream)
-        assert response.ok, response.text
+        assert response.is_success, response.text
         last = response.text.strip().splitlines()[-1].removeprefix("data: ")
         assert json.loads(last)["text"] == ""
 
@@ -206,10 +207,16 @@ def test_three_hours_of_silence(server):
     assert resident_mb(server) - memory < 200
 
 
+def http_process(server: Server) -> psutil.Process:
+    """The one below its supervisor."""
+    below = psutil.Process(server.pid).children()
+    (process,) = [child for child in below if "serve" in child.cmdline()]
+    return process
+
+
 def resident_mb(server: Server) -> float:
     """Memory of the HTTP process."""
-    assert server._process is not None
-    return psutil.Process(server._process.pid).memory_info().rss / (1 << 20)
+    return http_process(server).memory_info().rss / (1 << 20)
 
 
 # Languages, prompts, sampling
@@ -239,7 +246,7 @@ def test_a_prompt_changes_the_spelling(server):
 
 def test_custom_params_reach_sglang(server, jfk):
     response = post(server, encode(jfk), language="en", custom_params='{"drafter": "none"}')
-    assert response.ok, response.text
+    assert response.is_success, response.text
 
 
 def test_logprobs(client):
@@ -351,7 +358,7 @@ def test_bad_audio(server, data, code, stream):
 def test_many_channels_are_transcribed(server, jfk, channels):
     pcm = np.round(jfk.mono(RATE) * 32767).astype(np.int16)
     response = post(server, wav_file(np.tile(pcm[:, None], channels), RATE), language="en")
-    assert response.ok, response.text
+    assert response.is_success, response.text
     assert response.json()["text"].endswith(JFK)
 
 
@@ -375,22 +382,21 @@ def test_what_is_beyond_is_refused_by_name(server, data, said, route):
         assert error_of(response)["param"] == "file"
 
 
-def generate(server: Server, data: bytes) -> requests.Response:
+def generate(server: Server, data: bytes) -> httpx.Response:
     url = "data:audio/wav;base64," + base64.b64encode(data).decode()
     body = {"text": "", "audio_data": url, "modalities": ["audio"]}
-    return requests.post(server.base_url + "/generate", json=body, timeout=600)
+    return HTTP.post(server.base_url + "/generate", json=body, timeout=600)
 
 
 def test_decoders_that_died_are_replaced(server, jfk):
-    assert server._process is not None
-    process = psutil.Process(server._process.pid)
+    process = psutil.Process(server.pid)
 
     def decoders() -> list[psutil.Process]:
         children = process.children(recursive=True)
         running = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
         return [child for child in running if "speech.decoder_process" in child.cmdline()]
 
-    assert post(server, encode(silence(1))).ok
+    assert post(server, encode(silence(1))).is_success
     before = decoders()
     assert 1 <= len(before) <= 4
     for decoder in before:
@@ -403,10 +409,10 @@ def test_decoders_that_died_are_replaced(server, jfk):
 def test_a_missing_file_and_other_bodies(server):
     assert error_of(post(server))["param"] == "file"
     url = server.base_url + "/v1/audio/transcriptions"
-    response = requests.post(url, json={"model": MODEL}, timeout=60)
+    response = HTTP.post(url, json={"model": MODEL}, timeout=60)
     assert response.status_code == 400 and "multipart" in error_of(response)["message"]
     broken = {"Content-Type": "multipart/form-data; boundary=x"}
-    response = requests.post(url, data=b"--y\r\nnonsense", headers=broken, timeout=60)
+    response = HTTP.post(url, content=b"--y\r\nnonsense", headers=broken, timeout=60)
     assert response.status_code == 400 and error_of(response)
 
 
@@ -435,9 +441,9 @@ class Zeros:
 def test_a_gibibyte_is_refused_and_not_kept(server):
     memory = resident_mb(server)
     head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
-    response = requests.post(
+    response = HTTP.post(
         server.base_url + "/v1/audio/transcriptions",
-        data=(part for part in (head, *Zeros(1 << 30))),
+        content=(part for part in (head, *Zeros(1 << 30))),
         headers={"Content-Type": "multipart/form-data; boundary=x"},
         timeout=120,
     )
@@ -449,18 +455,17 @@ def test_a_gibibyte_is_refused_and_not_kept(server):
 def test_clients_that_leave_are_forgotten(server, long_clip):
     data = encode(long_clip)
     for stream in ("false", "true"):
-        with pytest.raises(requests.Timeout):
-            requests.post(
+        with pytest.raises(httpx.TimeoutException):
+            HTTP.post(
                 server.base_url + "/v1/audio/transcriptions",
                 files={"file": data}, data={"model": MODEL, "stream": stream}, timeout=0.3,
             )  # fmt: skip
-    assert post(server, encode(silence(1))).ok
+    assert post(server, encode(silence(1))).is_success
 
 
 def test_no_files_are_left(server, jfk):
     """Uploads lie in unnamed files, if in any."""
-    assert server._process is not None
-    process = psutil.Process(server._process.pid)
+    process = http_process(server)
     post(server, encode(Clip("jfk", np.tile(jfk.samples, (1, 4)), jfk.rate)), language="en")
     open_now = [f.path for f in process.open_files() if "/tmp" in f.path]
     assert [path for path in open_now if not path.endswith(".log")] == []

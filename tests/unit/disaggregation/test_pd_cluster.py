@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -12,6 +11,7 @@ import pytest
 
 from sglang_ext.disaggregation.cluster import Cluster, ClusterError, Member
 from sglang_ext.servers.processes import free_port
+from tests.eventually import eventually
 
 SERVER = """
 import http.server, sys
@@ -48,7 +48,7 @@ def test_all_start_and_stop_together(tmp_path: Path) -> None:
     with Cluster(members, tmp_path, said.append, restart=True) as cluster:
         cluster.wait()
         assert all(is_up(m.url) for m in members)
-        pids = [m.process.pid for m in members if m.process is not None]
+        pids = [m.pid for m in members]
     ready = [
         f"{m.name} is ready: {m.url} (process {pid})" for m, pid in zip(members, pids, strict=True)
     ]
@@ -86,8 +86,7 @@ def test_the_last_line_is_the_reason(tmp_path: Path) -> None:
 
 def kill_soon(members: list[Member]) -> None:
     def kill() -> None:
-        assert members[0].process is not None
-        os.kill(members[0].process.pid, signal.SIGKILL)
+        os.kill(members[0].pid, signal.SIGKILL)
 
     threading.Timer(0.3, kill).start()
 
@@ -103,13 +102,12 @@ def test_one_that_ends_is_started_again(tmp_path: Path) -> None:
 
     with Cluster(members, tmp_path, say, restart=True) as cluster:
         cluster.wait()
-        assert members[1].process is not None
-        other = members[1].process.pid
+        other = members[1].pid
         kill_soon(members)
         with pytest.raises(KeyboardInterrupt):
             cluster.watch()
         assert is_up(members[0].url)
-        assert members[1].process.pid == other
+        assert members[1].pid == other
     assert "prefill 1 ended (exit code -9); starting it again" in said
 
 
@@ -140,8 +138,5 @@ def test_a_members_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "a", [sys.executable, "-c", show], "http://127.0.0.1:1",
         env={"PD_TEST_NEW": "2"}, without=["PD_TEST_HAS"],
     )  # fmt: skip
-    made.start(tmp_path)
-    assert made.process is not None
-    made.process.wait()
-    time.sleep(0.1)
-    assert made.tail() == "None 2"
+    with Cluster([made], tmp_path, print, restart=True):
+        eventually(lambda: made.tail() == "None 2")

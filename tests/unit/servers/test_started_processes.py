@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.unit.servers.test_supervisor import running, wait_until
+from tests.eventually import eventually
+from tests.unit.servers.test_supervisor import running
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("sglang_ext", "speech", "datastores", "scripts", "tests")
@@ -112,7 +113,7 @@ def test_kill_minus_9_of_its_parent_ends_a_child_of_multiprocessing(tmp_path):
         assert running(pid)
         starter.send_signal(signal.SIGKILL)
     try:
-        wait_until(lambda: not running(pid))
+        eventually(lambda: not running(pid))
     finally:
         if running(pid):
             psutil.Process(pid).kill()

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from sglang_ext.servers import processes
+from tests.eventually import eventually
 
 DEADLINE_S = 60
 # It starts a child in a session of its own, that one's child in another, a child that is deaf to
@@ -45,7 +45,7 @@ time.sleep(600)
 STARTER = """
 import sys, threading, time
 from sglang_ext.servers import processes
-processes._GRACE_S = 0.3
+processes.GRACE_S = 0.3
 def start():
     processes.start([sys.executable, "-c", *sys.argv[2:]])
 thread = threading.Thread(target=start)
@@ -58,13 +58,6 @@ sys.stdin.read()
 """
 
 
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "took too long"
-        time.sleep(0.02)
-
-
 def running(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -74,7 +67,7 @@ def running(pid: int) -> bool:
 
 def pids(folder: Path) -> list[int]:
     """Of the program and its children, when all are there."""
-    wait_until(lambda: (folder / "itself").exists() and (folder / "itself").read_text())
+    eventually(lambda: (folder / "itself").exists() and (folder / "itself").read_text())
     return [int(file.read_text()) for file in folder.iterdir()]
 
 
@@ -91,7 +84,7 @@ def test_a_signal_that_ends_the_starter_ends_all(tmp_path, number):
         found = pids(tmp_path)
         assert process.stdout.readline() == b"started\n" and all(map(running, found))
         process.send_signal(number)
-    wait_until(lambda: not any(map(running, found)))
+    eventually(lambda: not any(map(running, found)))
 
 
 def test_an_exception_of_the_starter_ends_all(tmp_path):
@@ -100,7 +93,7 @@ def test_an_exception_of_the_starter_ends_all(tmp_path):
         assert all(map(running, found))
         process.stdin.close()
     assert process.returncode == 1
-    wait_until(lambda: not any(map(running, found)))
+    eventually(lambda: not any(map(running, found)))
 
 
 def test_a_starter_that_is_killed_while_its_program_is_stopped_ends_all(tmp_path):
@@ -108,9 +101,9 @@ def test_a_starter_that_is_killed_while_its_program_is_stopped_ends_all(tmp_path
         found = pids(tmp_path)
         (supervisor,) = psutil.Process(process.pid).children()
         os.killpg(supervisor.pid, signal.SIGSTOP)
-        wait_until(lambda: supervisor.status() == psutil.STATUS_STOPPED)
+        eventually(lambda: supervisor.status() == psutil.STATUS_STOPPED)
         process.kill()
-    wait_until(lambda: not any(map(running, found)))
+    eventually(lambda: not any(map(running, found)))
 
 
 def test_the_program_s_end_ends_what_it_left(tmp_path):
@@ -126,7 +119,7 @@ def test_kill_minus_9_of_the_supervisor_ends_the_program(tmp_path):
     found = pids(tmp_path)
     process.kill()
     process.wait(DEADLINE_S)
-    wait_until(lambda: not running(int((tmp_path / "itself").read_text())))
+    eventually(lambda: not running(int((tmp_path / "itself").read_text())))
     for pid in found:  # SGLang's own children ask for a parent-death signal; these do not
         if running(pid):
             os.kill(pid, signal.SIGKILL)
@@ -147,7 +140,7 @@ sys.exit(10 + len(seen))
 def counting(tmp_path: Path) -> "subprocess.Popen[bytes]":
     """A program that ends at SIGTERM with 10 and the number of times it came."""
     process = processes.start([sys.executable, "-c", COUNTS, str(tmp_path / "ready")])
-    wait_until((tmp_path / "ready").exists)
+    eventually((tmp_path / "ready").exists)
     return process
 
 

@@ -92,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
             )
         if self.path == "/metrics" and self.server.algorithm == "SSSD":
             text = "".join(
-                f'sglang_ext:verify_width_{name}{{model_name="m"}} {value}\n'
+                f'sglang_ext:verify_width_{name}{{model_name="m, \\"x\\"}} 7"}} {value}\n'
                 for name, value in (
                     ("sum", float(self.server.width_sum)),
                     ("count", float(self.server.width_count)),
