@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from scripts.lib.client import Completion, generate_all, stream
 from scripts.lib.figures import parser, report
+from scripts.lib.http_client import HTTP
 from scripts.lib.server import Server
 from scripts.lib.spec_bench import Prompt, spec_bench, tokenizer
 from sglang_ext.models.store import default_cache_dir
@@ -138,7 +137,7 @@ def warm_answers(model: str, url: str, prompts: Sequence[Prompt], wanted: int) -
 
 def add_corpus(url: str, texts: Sequence[str]) -> None:
     """SGLang's /add_external_corpus."""
-    response = requests.post(
+    response = HTTP.post(
         url + "/add_external_corpus",
         json={"corpus_id": "answers", "documents": list(texts)},
         timeout=300,

@@ -34,10 +34,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import requests
-
 from scripts.lib.client import TIMEOUT_S, generate
 from scripts.lib.figures import parser, report
+from scripts.lib.http_client import HTTP
 from scripts.lib.server import Server
 from scripts.lib.spec_bench import tokenizer
 from scripts.lib.ssbd_metrics import common_prefix
@@ -118,9 +117,7 @@ class Translator:
 
     def fresh_cache(self) -> None:
         """The radix cache holds the instruction, and nothing else."""
-        response = requests.post(
-            self.url + "/flush_cache", params={"timeout": 60}, timeout=TIMEOUT_S
-        )
+        response = HTTP.post(self.url + "/flush_cache", params={"timeout": 60}, timeout=TIMEOUT_S)
         response.raise_for_status()
         generate(self.url, self.prompts.before_source, params=AR.params(()), max_new_tokens=1)
 
@@ -278,7 +275,7 @@ def remember(url: str, memory: Path) -> None:
     """Give the server a translation memory to retrieve from."""
     lines = [line for line in read_lines(memory) if line]
     body = {"corpus_id": "memory", "documents": lines}
-    response = requests.post(url + "/add_external_corpus", json=body, timeout=TIMEOUT_S)
+    response = HTTP.post(url + "/add_external_corpus", json=body, timeout=TIMEOUT_S)
     response.raise_for_status()
     print(f"translation memory: {len(lines):,} sentences of {memory.name}", flush=True)
 

@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import requests
 
 from scripts.lib.client import TIMEOUT_S
 from scripts.lib.figures import parser, report
+from scripts.lib.http_client import HTTP
 from scripts.lib.server import Server
 from scripts.lib.word_errors import WordErrors
 from scripts.speech_data import FOLDER, Clip, encode, read_clips
@@ -69,7 +69,7 @@ def check(
     texts: list[str] = []
     memory: list[float] = []
     expected, files = "", list[bytes]()
-    models = requests.get(server.base_url + "/v1/models", timeout=TIMEOUT_S).json()
+    models = HTTP.get(server.base_url + "/v1/models", timeout=TIMEOUT_S).json()
     model = models["data"][0]["id"]
     for form, rate, channels in FILES:
         clip = joined(clips, seconds, rate, channels)
@@ -107,9 +107,9 @@ def transcribe(base_url: str, model: str, data: bytes) -> str:
     """The text of a posted file.
 
     Raises:
-        requests.HTTPError: the server refused it.
+        httpx.HTTPError: the server refused it.
     """
-    response = requests.post(
+    response = HTTP.post(
         base_url + "/v1/audio/transcriptions",
         files={"file": ("audio", data)},
         data={"model": model, "language": "en"},

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import requests
 from scipy.stats import chi2
 from tqdm import tqdm
 
 from scripts.check_lossless import write_oracle
 from scripts.lib.client import TIMEOUT_S, generate_all
 from scripts.lib.figures import parser, report
+from scripts.lib.http_client import HTTP
 from scripts.lib.server import Server
 from scripts.lib.spec_bench import Prompt, spec_bench
 
@@ -143,7 +143,7 @@ def post(url: str, input_ids: Sequence[int], *, logprobs: int = 0, **sampling: A
     body: dict[str, Any] = {"input_ids": list(input_ids), "sampling_params": sampling}
     if logprobs:
         body |= {"return_logprob": True, "top_logprobs_num": logprobs}
-    response = requests.post(url + "/generate", json=body, timeout=TIMEOUT_S)
+    response = HTTP.post(url + "/generate", json=body, timeout=TIMEOUT_S)
     response.raise_for_status()
     answer = response.json()
     return answer if isinstance(answer, list) else [answer]

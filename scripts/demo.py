@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from scripts.lib.client import TIMEOUT_S, generate_all, stream
+from scripts.lib.http_client import HTTP
 from scripts.lib.server import Server
 from scripts.lib.spec_bench import DATA, MODEL, Prompt, spec_bench
 
@@ -98,7 +97,7 @@ def main() -> int:
 def transcribe(url: str, audio: Path) -> str:
     """The transcript of an audio file, through OpenAI's endpoint."""
     with audio.open("rb") as file:
-        response = requests.post(
+        response = HTTP.post(
             url + "/v1/audio/transcriptions",
             files={"file": (audio.name, file)},
             data={"model": WHISPER, "language": "en"},

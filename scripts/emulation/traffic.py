@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import requests
+from scripts.lib.http_client import HTTP, lines
 
 _TIMEOUT_S = 900
 # Two backends' float32 logits differ in the last bits.
@@ -64,8 +64,8 @@ def ask(base_url: str, job: Job, drafted: bool) -> Any:
     body = job.request(drafted)
     if body.get("stream") or (drafted and job.leaves_after):
         return _stream(base_url, job, body, job.leaves_after if drafted else 0)
-    response = requests.post(f"{base_url}/generate", json=body, timeout=_TIMEOUT_S)
-    if not response.ok:
+    response = HTTP.post(f"{base_url}/generate", json=body, timeout=_TIMEOUT_S)
+    if not response.is_success:
         raise RuntimeError(f"{job.name}: {response.status_code} {response.text[:500]}")
     return response.json()
 
@@ -75,11 +75,11 @@ def _stream(base_url: str, job: Job, body: dict[str, Any], leaves_after: int) ->
     rid = body.setdefault("rid", f"emulated-{threading.get_ident()}-{id(job)}-{id(body)}")
     last: dict[str, Any] = {"output_ids": [], "text": "", "meta_info": {"completion_tokens": 0}}
     aborted = False
-    with requests.post(
-        f"{base_url}/generate", json=body | {"stream": True}, stream=True, timeout=_TIMEOUT_S
+    with HTTP.stream(
+        "POST", f"{base_url}/generate", json=body | {"stream": True}, timeout=_TIMEOUT_S
     ) as response:
         response.raise_for_status()
-        for line in response.iter_lines(chunk_size=None):
+        for line in lines(response):
             if not line.startswith(b"data: {"):
                 continue
             chunk = json.loads(line[len(b"data: ") :])
@@ -91,7 +91,7 @@ def _stream(base_url: str, job: Job, body: dict[str, Any], leaves_after: int) ->
                 if not job.abort:
                     break
                 aborted = True
-                requests.post(f"{base_url}/abort_request", json={"rid": rid}, timeout=60)
+                HTTP.post(f"{base_url}/abort_request", json={"rid": rid}, timeout=60)
     return last
 
 

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import requests
 from tqdm import tqdm
+
+from scripts.lib.http_client import HTTP, lines
 
 TIMEOUT_S = 600
 
@@ -50,7 +51,7 @@ def generate(
     """
     body = _body(input_ids, params, max_new_tokens, sampling)
     start = time.perf_counter()
-    response = requests.post(base_url + "/generate", json=body, timeout=TIMEOUT_S)
+    response = HTTP.post(base_url + "/generate", json=body, timeout=TIMEOUT_S)
     seconds = time.perf_counter() - start
     response.raise_for_status()
     return _completion(response.json(), seconds, 0.0)
@@ -67,11 +68,9 @@ def stream(
     """As `generate`, streamed, so that the time of the first token is known."""
     body = _body(input_ids, params, max_new_tokens, sampling) | {"stream": True}
     start, first, last = time.perf_counter(), None, b""
-    with requests.post(
-        base_url + "/generate", json=body, timeout=TIMEOUT_S, stream=True
-    ) as response:
+    with HTTP.stream("POST", base_url + "/generate", json=body, timeout=TIMEOUT_S) as response:
         response.raise_for_status()
-        for line in response.iter_lines(chunk_size=None):
+        for line in lines(response):
             if line.startswith(b"data: {"):
                 last = line
                 first = first or time.perf_counter()

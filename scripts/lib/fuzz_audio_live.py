@@ -4,10 +4,11 @@ import base64
 from collections.abc import Iterable
 from typing import Any
 
-import requests
+import httpx
 
 from scripts.lib.audio_seeds import written
 from scripts.lib.client import TIMEOUT_S
+from scripts.lib.http_client import HTTP
 
 _EVERY = 4  # of so many files one goes to SGLang's /generate
 _SERVER_ERROR = 500
@@ -29,7 +30,7 @@ class LiveRun:
 
     def __init__(self, url: str):
         self._url = url
-        self._model = requests.get(url + "/v1/models", timeout=TIMEOUT_S).json()["data"][0]["id"]
+        self._model = HTTP.get(url + "/v1/models", timeout=TIMEOUT_S).json()["data"][0]["id"]
         self._valid = written("wav", "pcm_s16le", 16_000, "mono", seconds=2.0)
         self.files = self.errors = self.crashes = self.wrong = 0
         self.peak_mib = 0.0
@@ -42,7 +43,7 @@ class LiveRun:
             generate = self.files % _EVERY == 0
             try:
                 answer = self._generate(data) if generate else self._transcribe(data)
-            except requests.ConnectionError as error:
+            except (httpx.NetworkError, httpx.ProtocolError) as error:
                 self.crashes += 1
                 print(f"{kind}: no answer: {error}")
                 return
@@ -60,23 +61,23 @@ class LiveRun:
     def _known(self) -> tuple[Any, ...]:
         transcribed = self._transcribe(self._valid)
         generated = self._generate(self._valid, max_new_tokens=16)
-        body = transcribed.json() if transcribed.ok else transcribed.text
-        ids = generated.json().get("output_ids") if generated.ok else generated.text
+        body = transcribed.json() if transcribed.is_success else transcribed.text
+        ids = generated.json().get("output_ids") if generated.is_success else generated.text
         return transcribed.status_code, body, generated.status_code, ids
 
-    def _transcribe(self, data: bytes) -> requests.Response:
-        return requests.post(
+    def _transcribe(self, data: bytes) -> httpx.Response:
+        return HTTP.post(
             self._url + "/v1/audio/transcriptions",
             files={"file": ("audio", data)},
             data={"model": self._model, "language": "en", "return_token_ids": "true"},
             timeout=TIMEOUT_S,
         )
 
-    def _generate(self, data: bytes, max_new_tokens: int = 1) -> requests.Response:
+    def _generate(self, data: bytes, max_new_tokens: int = 1) -> httpx.Response:
         body = {
             "text": "",
             "audio_data": "data:audio/x;base64," + base64.b64encode(data).decode(),
             "modalities": ["audio"],
             "sampling_params": {"temperature": 0.0, "max_new_tokens": max_new_tokens},
         }
-        return requests.post(self._url + "/generate", json=body, timeout=TIMEOUT_S)
+        return HTTP.post(self._url + "/generate", json=body, timeout=TIMEOUT_S)

@@ -1,16 +1,16 @@
 """How a fuzzer's requests are sent, and what an answer must be."""
 
 import json
-import threading
 from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
-import requests
+import httpx
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from scripts.lib.fuzz_grammar import FuzzRequest
+from scripts.lib.http_client import HTTP
 
 TIMEOUT_S = 120.0
 # The server has no such feature, or no room: it says so, and nothing is broken.
@@ -41,19 +41,18 @@ class FuzzClient:
 
     def __init__(self, url: str):
         self._url = url
-        self._local = threading.local()
 
     def known(self) -> list[int]:
         """The greedy output of a valid request."""
-        answer = self._http.post(self._url + "/generate", json=_KNOWN, timeout=TIMEOUT_S)
+        answer = HTTP.post(self._url + "/generate", json=_KNOWN, timeout=TIMEOUT_S)
         answer.raise_for_status()
         return list(answer.json()["output_ids"])
 
     def alive(self) -> bool:
         """Whether the server answers."""
         try:
-            return self._http.get(self._url + "/health", timeout=30).ok
-        except requests.RequestException:
+            return HTTP.get(self._url + "/health", timeout=30).is_success
+        except httpx.HTTPError:
             return False
 
     def send(self, request: FuzzRequest) -> Outcome:
@@ -64,25 +63,14 @@ class FuzzClient:
             if "{session}" in request.path:
                 request = replace(request, path=request.path.format(session=self._session()))
             return self._send(request)
-        except (requests.RequestException, OSError, TimeoutError) as error:
+        except (httpx.HTTPError, OSError, ValueError) as error:
             return Outcome(f"unanswered {type(error).__name__}: {str(error)[:200]}")
-
-    @property
-    def _http(self) -> requests.Session:
-        if not hasattr(self._local, "session"):
-            self._local.session = requests.Session()
-            # The server closes idle connections, also while a request is on its way.
-            self._local.session.headers["connection"] = "close"
-        session: requests.Session = self._local.session
-        return session
 
     def _send(self, request: FuzzRequest) -> Outcome:
         data = None if request.body is None else encoded(request)
         headers = {"content-type": request.content_type} if request.content_type else {}
         url = self._url + quote(request.path, safe="/?=&%.")
-        answer = self._http.request(
-            request.method, url, data=data, headers=headers, timeout=TIMEOUT_S
-        )
+        answer = HTTP.request(request.method, url, content=data, headers=headers, timeout=TIMEOUT_S)
         if answer.status_code >= 500 and answer.status_code not in _HONEST:
             return Outcome(f"5xx {answer.status_code}: {answer.text[:300]}")
         if "event-stream" in answer.headers.get("content-type", ""):
@@ -90,8 +78,8 @@ class FuzzClient:
         return Outcome(f"answered {answer.status_code}")
 
     def _session(self) -> str:
-        made = self._http.post(self._url + _SESSIONS, json=_SESSION, timeout=TIMEOUT_S)
-        return str(made.json().get("id", "none")) if made.ok else "none"
+        made = HTTP.post(self._url + _SESSIONS, json=_SESSION, timeout=TIMEOUT_S)
+        return str(made.json().get("id", "none")) if made.is_success else "none"
 
     def _socket(self, request: FuzzRequest) -> Outcome:
         session = self._session()
@@ -111,7 +99,7 @@ class FuzzClient:
         except (ConnectionClosed, InvalidStatus) as error:
             return Outcome(f"answered {type(error).__name__}")
         finally:
-            self._http.delete(f"{self._url}{_SESSIONS}/{session}", timeout=TIMEOUT_S)
+            HTTP.delete(f"{self._url}{_SESSIONS}/{session}", timeout=TIMEOUT_S)
         return Outcome("answered")
 
 

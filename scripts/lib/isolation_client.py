@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import requests
+import httpx
+
+from scripts.lib.http_client import HTTP
 
 TIMEOUT_S = 300.0
 TOKENS = 16
@@ -29,18 +31,16 @@ class Tenant:
     key: str | None = None
     more: Mapping[str, str] = field(default_factory=dict)
 
-    def call(self, method: str, path: str, body: Any = None) -> requests.Response:
+    def call(self, method: str, path: str, body: Any = None) -> httpx.Response:
         """One request with the tenant's headers."""
         headers = dict(self.more)
         if self.name is not None:
             headers[self.header] = self.name
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
-        return requests.request(
-            method, self.url + path, json=body, headers=headers, timeout=TIMEOUT_S
-        )
+        return HTTP.request(method, self.url + path, json=body, headers=headers, timeout=TIMEOUT_S)
 
-    def generate(self, prompt: Sequence[int], **params: Any) -> requests.Response:
+    def generate(self, prompt: Sequence[int], **params: Any) -> httpx.Response:
         """TOKENS greedy tokens, with these custom_params."""
         sampling: dict[str, Any] = {
             "temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True, "custom_params": params,
@@ -53,7 +53,7 @@ class Tenant:
         """The tokens of `generate`.
 
         Raises:
-            requests.HTTPError: it was refused.
+            httpx.HTTPError: it was refused.
         """
         answer = self.generate(prompt, **params)
         answer.raise_for_status()
@@ -72,7 +72,7 @@ class Tenant:
             ingest: whether it joins the datastore as well.
 
         Raises:
-            requests.HTTPError: it was refused.
+            httpx.HTTPError: it was refused.
         """
         ssbd = {"session": session, "draft": list(text), "beta": 1}
         answer = self.generate(prompt, drafter="ssbd", ingest=ingest, ssbd=ssbd)
@@ -80,11 +80,11 @@ class Tenant:
         assert answer.json()["output_ids"] == list(text), "a full bias did not write the draft"
         return answer.json()["meta_info"]["id"]
 
-    def recall(self, prompt: Sequence[int], session: str, **ssbd: Any) -> requests.Response:
+    def recall(self, prompt: Sequence[int], session: str, **ssbd: Any) -> httpx.Response:
         """The session's next answer; its output joins nothing but the session."""
         return self.generate(prompt, drafter="ssbd", ingest=False, ssbd={"session": session} | ssbd)
 
-    def open_session(self) -> requests.Response:
+    def open_session(self) -> httpx.Response:
         """A translation session."""
         languages = {"source_language": "en", "target_language": "fr"}
         return self.call("POST", SESSIONS, languages)

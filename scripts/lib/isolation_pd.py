@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import requests
+import httpx
 
 from scripts.lib.isolation_client import Tenant, secret
 from scripts.lib.pd_servers import Disaggregated
@@ -109,8 +109,8 @@ def rust_router(pd: Disaggregated, key: str | None = None) -> Iterator[str]:
 
 def _passes_on(tenant: Tenant) -> bool:
     try:
-        return tenant.generate([1, 2, 3], ingest=False).ok
-    except requests.RequestException:
+        return tenant.generate([1, 2, 3], ingest=False).is_success
+    except httpx.HTTPError:
         return False
 
 
@@ -187,7 +187,7 @@ def _deletions(routed: Routed, prompt: Sequence[int]) -> list[str]:
     found = []
     for path in (f"/datastore/requests/{rid}", f"/datastore/namespaces/{tenant.name}"):
         answer = admin.call("DELETE", path)
-        if not answer.ok or answer.json()["deleted_tokens"] <= 0:
+        if not answer.is_success or answer.json()["deleted_tokens"] <= 0:
             found.append(f"DELETE {path}: {answer.status_code} {answer.text[:200]}")
     if tenant.name in routed.namespaces():
         found.append("a deleted namespace is still there")

@@ -124,7 +124,7 @@ def starved_tenants(url: str) -> int:
     taken = []
     for name in ("greedy", "greedier"):
         tenant = Tenant(url, name)
-        while (answer := tenant.open_session()).ok:
+        while (answer := tenant.open_session()).is_success:
             taken.append((tenant, answer.json()["id"]))
             if len(taken) > _TRANSLATION_SESSIONS:
                 break
@@ -133,7 +133,9 @@ def starved_tenants(url: str) -> int:
     starved = 0
     for name in ("small", "smaller"):
         answer = Tenant(url, name).open_session()
-        starved += _noted(not answer.ok, f"tenant {name} got no session: {answer.text[:200]}")
+        starved += _noted(
+            not answer.is_success, f"tenant {name} got no session: {answer.text[:200]}"
+        )
     for tenant, session in taken:
         tenant.call("DELETE", f"{SESSIONS}/{session}")
     return starved

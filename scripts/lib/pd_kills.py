@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import requests
+import httpx
 
 from scripts.lib.client import generate_all
+from scripts.lib.http_client import HTTP
 from scripts.lib.pd_servers import Disaggregated
 from scripts.lib.spec_bench import spec_bench
 
@@ -83,15 +84,17 @@ class Load:
             "input_ids": list(prompt),
             "sampling_params": {"temperature": 0.0, "max_new_tokens": _TOKENS},
         }
+        answer: httpx.Response | None = None
         try:
-            answer = requests.post(self._url + "/generate", json=body, timeout=REQUEST_TIMEOUT_S)
-        except requests.Timeout:
+            with HTTP.stream(
+                "POST", self._url + "/generate", json=body, timeout=REQUEST_TIMEOUT_S
+            ) as answer:
+                answer.read()
+        except httpx.TimeoutException:
             return "hang"
-        except requests.ConnectionError:
-            return "refused"
-        except requests.RequestException:
-            return "error"  # the connection broke amid the answer
-        if not answer.ok:
+        except httpx.HTTPError:
+            return "refused" if answer is None else "error"  # broken before the answer, or amid it
+        if not answer.is_success:
             return "error"
         try:
             content = answer.json()

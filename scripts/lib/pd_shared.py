@@ -5,8 +5,7 @@ import tempfile
 import time
 from typing import Any
 
-import requests
-
+from scripts.lib.http_client import HTTP
 from scripts.lib.pd_servers import Disaggregated, Pair
 from scripts.lib.spec_bench import spec_bench
 
@@ -52,7 +51,7 @@ def accept_length(pair: Pair, body: dict[str, Any]) -> float:
 def seconds_until_equal(writer: Pair, reader: Pair) -> float:
     """How long until the reader has all that the writer has."""
     start = time.monotonic()
-    requests.post(writer.decode_url + "/datastore/flush", timeout=30).raise_for_status()
+    HTTP.post(writer.decode_url + "/datastore/flush", timeout=30).raise_for_status()
     wanted = info(writer)["num_tokens"]
     while info(reader)["num_tokens"] < wanted:
         if time.monotonic() - start > _TIMEOUT_S:
@@ -63,6 +62,6 @@ def seconds_until_equal(writer: Pair, reader: Pair) -> float:
 
 def info(pair: Pair) -> dict[str, Any]:
     """The decode server's datastore."""
-    answer = requests.get(pair.decode_url + "/datastore", timeout=30)
+    answer = HTTP.get(pair.decode_url + "/datastore", timeout=30)
     answer.raise_for_status()
     return answer.json()

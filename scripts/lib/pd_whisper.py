@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-import requests
+import httpx
 
 from scripts.lib.pd_servers import Disaggregated
 from scripts.lib.server import Server, ServerError
@@ -31,7 +31,7 @@ def check(options: argparse.Namespace) -> dict[str, float]:
                 found = transcribe(pd.base_url, speech, {"drafter": drafter, "budget": "fixed"})
                 print(f"pd, {drafter}: {found.text!r}, {found.accept_length:.2f} tokens a step")
                 equal += found.token_ids == expected.token_ids
-    except (ServerError, requests.RequestException, RuntimeError, KeyError) as error:
+    except (ServerError, httpx.HTTPError, RuntimeError, ValueError, KeyError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         print(f"no transcript: {lines[-1][:300]}", flush=True)
     return {"whisper_equal": equal}

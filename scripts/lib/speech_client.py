@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import requests
 from tqdm import tqdm
 
 from scripts.lib.client import TIMEOUT_S
+from scripts.lib.http_client import HTTP
 from scripts.speech_data import Clip, encode
 from speech.audio import SAMPLE_RATE
 
@@ -87,9 +87,9 @@ def transcribe(
         "sampling_params": settings,
     }
     start = time.perf_counter()
-    response = requests.post(base_url + "/generate", json=body, timeout=TIMEOUT_S)
+    response = HTTP.post(base_url + "/generate", json=body, timeout=TIMEOUT_S)
     seconds = time.perf_counter() - start
-    if not response.ok:
+    if not response.is_success:
         raise RuntimeError(f"{speech.clip.name}: HTTP {response.status_code}: {response.text}")
     answer = response.json()
     accept_length = answer["meta_info"].get("spec_accept_length") or 1.0

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import requests
 
+from scripts.lib.http_client import HTTP
 from scripts.lib.isolation_server import deletion_leftovers
 from scripts.lib.server import Server
 from tests.server.conftest import CHUNK, MODEL
@@ -31,12 +31,12 @@ def server(folder) -> Iterator[Server]:
 
 def admin(server: Server, method: str, path: str, **options):
     headers = {"Authorization": "Bearer secret"}
-    return requests.request(method, server.base_url + path, headers=headers, timeout=60, **options)
+    return HTTP.request(method, server.base_url + path, headers=headers, timeout=60, **options)
 
 
 def generate(server: Server, header: str | None = None, path: str = "/generate", **body):
     headers = {} if header is None else {HEADER: header}
-    return requests.post(server.base_url + path, json=body, headers=headers, timeout=300)
+    return HTTP.post(server.base_url + path, json=body, headers=headers, timeout=300)
 
 
 def ask(server: Server, header: str | None = None, n: int = 1, **params):
@@ -45,12 +45,12 @@ def ask(server: Server, header: str | None = None, n: int = 1, **params):
     response = generate(
         server, header, text=PROMPT, sampling_params=sampling | {"custom_params": params}
     )
-    assert response.ok, response.text
+    assert response.is_success, response.text
     return response.json()
 
 
 def namespaces(server: Server) -> dict[str, int]:
-    assert admin(server, "POST", "/datastore/flush").ok
+    assert admin(server, "POST", "/datastore/flush").is_success
     return admin(server, "GET", "/datastore/namespaces").json()["namespaces"]
 
 
@@ -80,9 +80,9 @@ def test_one_tenants_text_speeds_up_its_own_repetition_only(server):
 def test_openai_routes_take_the_header(server):
     body = {"model": MODEL, "max_tokens": 12, "temperature": 0}
     chat = body | {"messages": [{"role": "user", "content": "Say hello."}]}
-    assert generate(server, "chat", "/v1/chat/completions", **chat).ok
+    assert generate(server, "chat", "/v1/chat/completions", **chat).is_success
     completions = body | {"prompt": ["One, two,", "Red, green,"]}
-    assert generate(server, "completions", "/v1/completions", **completions).ok
+    assert generate(server, "completions", "/v1/completions", **completions).is_success
     found = namespaces(server)
     assert found["chat"] > 0 and found["completions"] > 0
 
@@ -123,7 +123,7 @@ def test_requests_are_deleted_by_the_id_that_the_answer_carries(server):
     assert min(tokens) > 0 and sum(tokens) == total
     assert "ids" not in namespaces(server)
     again = admin(server, "DELETE", f"/datastore/requests/{ids[0]}")
-    assert again.ok and again.json() == {"deleted_tokens": 0}
+    assert again.is_success and again.json() == {"deleted_tokens": 0}
 
 
 def test_ingest_name_covers_every_choice_of_a_request(server):
@@ -132,7 +132,7 @@ def test_ingest_name_covers_every_choice_of_a_request(server):
         model=MODEL, prompt=["One, two,", "Red, green,"], n=2, max_tokens=12, temperature=0,
         custom_params={"ingest_name": "order/66"},
     )  # fmt: skip
-    assert response.ok and len(response.json()["choices"]) == 4
+    assert response.is_success and len(response.json()["choices"]) == 4
     total = namespaces(server)["named"]
     wrong = admin(server, "DELETE", "/datastore/requests/order/66", params={"namespace": "ids"})
     assert wrong.json() == {"deleted_tokens": 0}
@@ -159,8 +159,8 @@ def test_nothing_of_a_request_or_a_namespace_is_left_in_sessions(server, folder,
 
 def test_routes_need_the_admin_key_and_refuse_in_openais_shape(server):
     url = server.base_url + "/datastore"
-    assert requests.get(url, timeout=30).status_code == 401
-    assert requests.delete(url + "/namespaces/kept", timeout=30).status_code == 401
+    assert HTTP.get(url, timeout=30).status_code == 401
+    assert HTTP.delete(url + "/namespaces/kept", timeout=30).status_code == 401
     bad = admin(server, "DELETE", "/datastore/namespaces/a%20b")
     assert bad.status_code == 400
     assert "namespace must be 1 to 128 characters" in bad.json()["error"]["message"]
@@ -185,25 +185,25 @@ def test_corpora_are_checked_before_they_are_loaded(server, tmp_path):
         file.truncate(100 << 20)  # a line of 100 MB
     response = add(corpus_id="x", file_path=str(path))
     assert response.status_code == 400 and "line 1: longer than 16 MiB" in response.text
-    broken = admin(server, "POST", "/add_external_corpus", data="nonsense")
+    broken = admin(server, "POST", "/add_external_corpus", content="nonsense")
     assert broken.status_code == 400 and "not JSON" in broken.text
     assert "documents must be a list" in add(corpus_id="x", documents="text").text
     assert "holds no text" in add(corpus_id="x", documents=["", ""]).text
     good = add(corpus_id="x", documents=["The quick brown fox jumps over the lazy dog. " * 5])
-    assert good.ok, good.text
+    assert good.is_success, good.text
     assert "exists already" in add(corpus_id="x", documents=["more"]).text
     assert ask(server)["output_ids"]
     assert admin(server, "GET", "/datastore").json()["corpora"] == {
         "x": good.json()["loaded_token_count"]
     }
-    assert admin(server, "POST", "/remove_external_corpus", json={"corpus_id": "x"}).ok
+    assert admin(server, "POST", "/remove_external_corpus", json={"corpus_id": "x"}).is_success
 
 
 def test_metrics_are_in_sglangs_endpoint(server):
     ask(server, namespace="metrics")
     namespaces(server)
     ask(server, namespace="metrics")  # drafts from what was just served
-    text = requests.get(server.base_url + "/metrics", timeout=30).text
+    text = HTTP.get(server.base_url + "/metrics", timeout=30).text
     found: dict[str, float] = {}
     for name, labels, value in re.findall(r"^sglang_ext:(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
         assert f'model_name="{MODEL}"' in labels
@@ -228,6 +228,6 @@ def test_a_restart_serves_what_was_learned(server, folder):
         name="restarted",
         port=server.port,
     ) as restarted:
-        after = requests.get(restarted.base_url + "/datastore/namespaces", timeout=60).json()
+        after = HTTP.get(restarted.base_url + "/datastore/namespaces", timeout=60).json()
     kept = {name: after["namespaces"].get(name) for name in before if name != "default"}
     assert kept == {name: tokens for name, tokens in before.items() if name != "default"}

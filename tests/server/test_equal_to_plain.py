@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import requests
 
+from scripts.lib.http_client import HTTP, lines
 from scripts.lib.server import Server
 from scripts.lib.spec_bench import Prompt, tokenizer
 from tests.server.conftest import CHUNK, JSON_SCHEMA, MODEL
@@ -17,12 +17,12 @@ DRAFTERS = ("sssd", "random")
 def answer(server: Server, prompt: Prompt, body: dict[str, Any] | None = None, **sampling: Any):
     """One greedy /generate answer."""
     sampling = {"temperature": 0, "max_new_tokens": 48} | sampling
-    response = requests.post(
+    response = HTTP.post(
         server.base_url + "/generate",
         json={"input_ids": prompt.input_ids, "sampling_params": sampling} | (body or {}),
         timeout=300,
     )
-    assert response.ok, response.text
+    assert response.is_success, response.text
     return response.json()
 
 
@@ -152,19 +152,17 @@ def test_streaming_adds_up_to_the_whole(sssd_server, prompts):
     import json
 
     whole = answer(sssd_server, prompts[2])
-    with requests.post(
+    with HTTP.stream(
+        "POST",
         sssd_server.base_url + "/generate",
         json={
             "input_ids": prompts[2].input_ids,
             "sampling_params": {"temperature": 0, "max_new_tokens": 48},
             "stream": True,
         },
-        stream=True,
         timeout=300,
     ) as response:
-        chunks = [
-            json.loads(line[6:]) for line in response.iter_lines() if line.startswith(b"data: {")
-        ]
+        chunks = [json.loads(line[6:]) for line in lines(response) if line.startswith(b"data: {")]
     assert chunks[-1]["text"] == whole["text"]
     lengths = [chunk["meta_info"]["completion_tokens"] for chunk in chunks]
     assert lengths == sorted(lengths) and lengths[-1] == whole["meta_info"]["completion_tokens"]
@@ -190,7 +188,7 @@ def test_what_was_never_seen_is_drafted_from_the_targets_bigrams(
     plain_server, sssd_server, prompts
 ):
     def counted(series: str) -> float:
-        text = requests.get(sssd_server.base_url + "/metrics", timeout=30).text
+        text = HTTP.get(sssd_server.base_url + "/metrics", timeout=30).text
         found = re.findall(rf'^sglang_ext:{series}\{{.*source="bigram".*\}} (\S+)$', text, re.M)
         return sum(map(float, found))
 

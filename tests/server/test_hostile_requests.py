@@ -3,13 +3,13 @@
 import json
 
 import pytest
-import requests
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from scripts.fuzz_server import BLOCK, FuzzRun
 from scripts.lib.fuzz_client import FuzzClient
 from scripts.lib.fuzz_grammar import VOCABULARY
+from scripts.lib.http_client import HTTP
 from tests.server.conftest import MODEL
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
@@ -71,21 +71,21 @@ def generate(sampling=None, **fields):
     ],
 )
 def test_what_ended_a_scheduler_or_was_a_500_is_a_400(path, body, sssd_server):
-    answer = requests.post(
+    answer = HTTP.post(
         sssd_server.base_url + path,
-        data=json.dumps(body),
+        content=json.dumps(body),
         headers={"content-type": "application/json"},
         timeout=60,
     )
     assert answer.status_code == 400, answer.text
-    assert requests.get(sssd_server.base_url + "/health", timeout=60).ok
+    assert HTTP.get(sssd_server.base_url + "/health", timeout=60).is_success
 
 
 def test_the_longest_request_id_can_be_deleted(sssd_server):
     path, body = generate(rid="r" * 512)
-    assert requests.post(sssd_server.base_url + path, json=body, timeout=60).ok
-    deleted = requests.delete(f"{sssd_server.base_url}/datastore/requests/{'r' * 512}", timeout=60)
-    assert deleted.ok, deleted.text
+    assert HTTP.post(sssd_server.base_url + path, json=body, timeout=60).is_success
+    deleted = HTTP.delete(f"{sssd_server.base_url}/datastore/requests/{'r' * 512}", timeout=60)
+    assert deleted.is_success, deleted.text
 
 
 def test_a_fuzzed_server_answers_all_and_stays_the_same(sssd_server):
@@ -100,7 +100,7 @@ def test_a_fuzzed_server_answers_all_and_stays_the_same(sssd_server):
 def open_socket(server, **options):
     url = server.base_url + "/v1/translation/sessions"
     settings = {"source_language": "en", "target_language": "fr", "max_tokens": 4}
-    session = requests.post(url, json=settings, timeout=60).json()["id"]
+    session = HTTP.post(url, json=settings, timeout=60).json()["id"]
     return connect(
         f"{url.replace('http', 'ws', 1)}/{session}/ws", proxy=None, max_size=None, **options
     )

@@ -6,7 +6,6 @@ from typing import Any
 
 import jiwer
 import pytest
-import requests
 import soundfile
 import torch
 import torchaudio
@@ -17,6 +16,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from scripts.lib.http_client import HTTP
 from sglang_ext.models import resolve
 
 REPOSITORY = Path(__file__).parents[2]
@@ -68,13 +68,13 @@ def transcribe_here(name: str, clip: Path) -> str:
 
 
 def transcribe_there(base_url: str, clip: Path) -> str:
-    response = requests.post(
+    response = HTTP.post(
         base_url + "/v1/audio/transcriptions",
         files={"file": (clip.name, clip.read_bytes())},
         data={"model": "whisper-base", "language": "en", "temperature": "0"},
         timeout=300,
     )
-    assert response.ok, response.text
+    assert response.is_success, response.text
     return response.json()["text"]
 
 
@@ -91,7 +91,7 @@ def test_smollm2_through_sglang_says_what_transformers_says(smollm2_server, smol
     with torch.no_grad():
         tokens = model.generate(**prompt, max_new_tokens=64, do_sample=False)[0]
     expected = tokens[length:].tolist()
-    response = requests.post(
+    response = HTTP.post(
         smollm2_server.base_url + "/generate",
         json={
             "input_ids": tokens[:length].tolist(),
@@ -99,7 +99,7 @@ def test_smollm2_through_sglang_says_what_transformers_says(smollm2_server, smol
         },
         timeout=300,
     )
-    assert response.ok, response.text
+    assert response.is_success, response.text
     actual = response.json()["output_ids"]
     if actual == expected:
         return
@@ -113,7 +113,7 @@ def test_smollm2_through_sglang_says_what_transformers_says(smollm2_server, smol
 
 
 def test_smollm2_chat_uses_its_template_and_ends(smollm2_server):
-    response = requests.post(
+    response = HTTP.post(
         smollm2_server.base_url + "/v1/chat/completions",
         json={
             "model": "smollm2-135m-instruct",
@@ -123,7 +123,7 @@ def test_smollm2_chat_uses_its_template_and_ends(smollm2_server):
         },
         timeout=300,
     )
-    assert response.ok, response.text
+    assert response.is_success, response.text
     choice = response.json()["choices"][0]
     assert choice["message"]["content"].strip() == "The capital of France is Paris."
     assert choice["finish_reason"] == "stop"

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import requests
 
+from scripts.lib.http_client import HTTP
 from scripts.lib.served_metrics import read_metrics
 from scripts.lib.server import Server
 from scripts.lib.speech_client import (
@@ -81,7 +81,7 @@ def test_wrong_options_are_refused_by_name(options, message, specasr, speech):
         "audio_data": speech[0].url,
         "sampling_params": {"custom_params": {"specasr": options}},
     }
-    answer = requests.post(specasr.base_url + "/generate", json=body, timeout=60)
+    answer = HTTP.post(specasr.base_url + "/generate", json=body, timeout=60)
     assert answer.status_code == 400 and message in answer.text
 
 

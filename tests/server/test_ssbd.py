@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import requests
 
 from scripts.lib.client import generate
+from scripts.lib.http_client import HTTP
 from scripts.lib.isolation_server import cross_session_changes
 from scripts.lib.server import Server
 from tests.server.conftest import MODEL
@@ -96,7 +96,7 @@ def distributions(server: Server, prompt, output) -> Iterator[tuple[float, int, 
         "logprob_start_len": len(prompt) - 1,
         "top_logprobs_num": 1,
     }
-    meta = requests.post(server.base_url + "/generate", json=body, timeout=300).json()["meta_info"]
+    meta = HTTP.post(server.base_url + "/generate", json=body, timeout=300).json()["meta_info"]
     own = meta["input_token_logprobs"][1:]
     top = meta["input_top_logprobs"][1:]
     for (logprob, _, _), ((best, token, _), *_) in zip(own, top, strict=True):
@@ -154,7 +154,7 @@ def test_width_and_logprobs_do_not_change_a_biased_output(sssd_server, streams, 
             },
             "return_logprob": True,
         }  # fmt: skip
-        answer = requests.post(sssd_server.base_url + "/generate", json=body, timeout=300).json()
+        answer = HTTP.post(sssd_server.base_url + "/generate", json=body, timeout=300).json()
         assert answer["output_ids"] == expected, params
         tokens = [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]]
         assert tokens == expected
@@ -184,14 +184,12 @@ def test_sessions_of_chat_completions_are_apart_by_namespace(sssd_server):
                 "ssbd": {"session": session, "retrieve": False},
             },
         }  # fmt: skip
-        response = requests.post(
-            sssd_server.base_url + "/v1/chat/completions", json=body, timeout=300
-        )
-        assert response.ok, response.text
+        response = HTTP.post(sssd_server.base_url + "/v1/chat/completions", json=body, timeout=300)
+        assert response.is_success, response.text
         return response.json()["choices"][0]["message"]["content"]
 
     def verified() -> float:
-        metrics = requests.get(sssd_server.base_url + "/metrics", timeout=60).text
+        metrics = HTTP.get(sssd_server.base_url + "/metrics", timeout=60).text
         (value,) = [
             line.split()[-1]
             for line in metrics.splitlines()
@@ -225,7 +223,7 @@ def test_what_another_client_wrote_to_a_guessed_session_changes_no_answer(sssd_s
 def test_wrong_options_get_a_400(ssbd, message, sssd_server, streams):
     params = {"drafter": "ssbd", "ssbd": ssbd}
     body = {"input_ids": streams[0][0], "sampling_params": {"custom_params": params}}
-    response = requests.post(sssd_server.base_url + "/generate", json=body, timeout=60)
+    response = HTTP.post(sssd_server.base_url + "/generate", json=body, timeout=60)
     assert response.status_code == 400
     assert message in response.text
 
@@ -240,6 +238,6 @@ def test_a_request_that_writes_nothing_with_a_draft(sssd_server, streams, plain)
     params = {"drafter": "ssbd", "ssbd": {"draft": plain[0][0]}}
     sampling = {"max_new_tokens": 0, "temperature": 0, "custom_params": params}
     body = {"input_ids": streams[0][0], "sampling_params": sampling}
-    response = requests.post(sssd_server.base_url + "/generate", json=body, timeout=60)
-    assert response.ok and response.json()["meta_info"]["completion_tokens"] == 0
+    response = HTTP.post(sssd_server.base_url + "/generate", json=body, timeout=60)
+    assert response.is_success and response.json()["meta_info"]["completion_tokens"] == 0
     assert ask(sssd_server, streams[0][0], draft=plain[0][0], beta=0) == plain[0][0]
