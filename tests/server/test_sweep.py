@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -11,6 +10,7 @@ import pytest
 
 from sglang_ext.servers.processes import start, stop_group
 from sglang_ext.sweep.results import Results
+from tests.eventually import eventually
 
 METHODS = ("ar", "pld", "sssd-live")
 LIMIT_S = 900
@@ -38,10 +38,11 @@ def folder(tmp_path_factory) -> Path:
 
 
 def wait_for_lines(file: Path, count: int, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not file.exists() or len(file.read_text().splitlines()) < count:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    def is_there() -> bool:
+        assert process.poll() is None, "the sweep ended"
+        return file.exists() and len(file.read_text().splitlines()) >= count
+
+    eventually(is_there, LIMIT_S, f"{count} lines in {file.name}")
 
 
 def test_all_is_measured_although_a_server_died(folder):

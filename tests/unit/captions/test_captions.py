@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import wave
 from email.parser import BytesParser
 from functools import cache
@@ -19,6 +18,7 @@ import pytest
 from sglang_ext.cli import main
 from sglang_ext.servers import processes
 from speech.audio import SAMPLE_RATE, decode
+from tests.eventually import eventually
 
 CLIP = Path(__file__).parents[4] / "shared" / "data" / "speech" / "jfk.flac"
 TEXT = (
@@ -251,9 +251,7 @@ def test_an_interrupt_ends_it_with_the_figures(server, number):
     assert process.stdin is not None
     process.stdin.write(clip_samples()[: 5 * SAMPLE_RATE].tobytes())
     process.stdin.flush()
-    deadline = time.monotonic() + 30
-    while not server.sources and time.monotonic() < deadline:
-        time.sleep(0.05)
+    eventually(lambda: server.sources, what="the server gets something to translate")
     processes.signal_group(process, number)
     process.wait(timeout=10)
     out, errors = process.stdout.read().decode(), process.stderr.read().decode()

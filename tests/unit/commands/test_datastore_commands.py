@@ -23,6 +23,7 @@ from sglang_ext.commands.datastore import add_commands, build_progress
 from sglang_ext.commands.datastore.build_progress import BuildProgress, Waiting, short
 from sglang_ext.commands.datastore.model_tokenizer import PIECE_BYTES, ModelTokenizer
 from sglang_ext.models import list_models
+from tests.eventually import eventually
 
 VOCAB_SIZE = 600
 TEXTS = [f"Text number {i}: what is {i} times {i + 1}? It is {i * (i + 1)}.\n" for i in range(400)]
@@ -488,7 +489,7 @@ def test_progress_elsewhere_is_lines(monkeypatch):
     monkeypatch.setattr(build_progress, "LINE_EVERY_S", 0.01)
     waited = io.StringIO()
     with Waiting("merging", waited):
-        threading.Event().wait(0.2)
+        eventually(waited.getvalue)
     assert waited.getvalue().startswith("merging: 0 s so far\n")
 
 

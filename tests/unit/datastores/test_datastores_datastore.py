@@ -1,7 +1,6 @@
 """Live ingest, corpora, limits, and use from many threads."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from datastores import Datastore, DatastoreError, InputTrie, RetrievalConfig, retrieve
 from datastores.segment import document_digest
 from datastores.wal import Deletion
+from tests.eventually import eventually
 
 VOCAB = 500
 
@@ -29,9 +29,7 @@ def documents_in(store: Datastore) -> int:
 def test_added_documents_become_searchable_by_themselves() -> None:
     with Datastore(VOCAB) as store:
         store.add([1, 2, 3])
-        deadline = time.monotonic() + 20
-        while not documents_in(store) and time.monotonic() < deadline:
-            time.sleep(0.005)
+        eventually(lambda: documents_in(store))
         assert drafted(store, [1]) == {2, 3}
 
 
@@ -47,10 +45,7 @@ def test_flush_makes_all_of_it_searchable_and_merges_keep_it() -> None:
         store.flush(20)
         assert documents_in(store) == len(documents)
         assert store.num_tokens == sum(d.size for d in documents)
-        deadline = time.monotonic() + 20
-        while store.info().sub_indices > 6 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert store.info().sub_indices <= 6
+        eventually(lambda: store.info().sub_indices <= 6)
         stored = np.concatenate([s.tokens for s in store.snapshot().segments])
         expected = np.concatenate([np.append(d, VOCAB) for d in documents])
         np.testing.assert_array_equal(stored, expected)
@@ -67,10 +62,7 @@ def test_merges_in_slices_while_documents_keep_coming() -> None:
             store.add([i, i + 1, i + 2])
             store.flush(30)
             assert i + 1 in drafted(store, [i])
-        deadline = time.monotonic() + 30
-        while store.info().sub_indices > 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert store.info().sub_indices <= 2
+        eventually(lambda: store.info().sub_indices <= 2)
         assert documents_in(store) == 34
 
 
@@ -273,7 +265,7 @@ def test_searching_while_everything_changes() -> None:
     """Readers see whole documents only, whatever is added, merged, evicted, removed, cleared."""
     errors: list[BaseException] = []
     stop = threading.Event()
-    drafts = [0, 0]
+    drafts, managed = [0, 0], [0]
     store = Datastore(VOCAB, max_tokens=40_000, live_interval=0.0)
 
     def guarded(work) -> threading.Thread:
@@ -306,6 +298,7 @@ def test_searching_while_everything_changes() -> None:
             if k % 10 == 9:
                 store.delete_namespace("default")
             k += 1
+            managed[0] = k
 
     def read(who: int) -> None:
         rng = np.random.default_rng(who)
@@ -324,13 +317,17 @@ def test_searching_while_everything_changes() -> None:
                 drafts[who] += len(draft)
 
     threads = [guarded(write), guarded(manage), guarded(lambda: read(0)), guarded(lambda: read(1))]
-    time.sleep(2.0)
-    stop.set()
-    for thread in threads:
-        thread.join(30)
-    store.close()
+    try:
+        eventually(
+            lambda: errors or (min(drafts) > 100 and managed[0] > 20), 300,
+            "100 drafted tokens for each reader while corpora come and go 20 times",
+        )  # fmt: skip
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+        store.close()
     assert not errors, errors[0]
-    assert min(drafts) > 100
     assert not any(thread.is_alive() for thread in threads)
 
 

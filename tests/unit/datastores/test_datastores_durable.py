@@ -22,6 +22,7 @@ from datastores import (
 )
 from datastores.durable import DurableCollection
 from datastores.wal import LogWriter
+from tests.eventually import eventually
 
 VOCAB = 500
 
@@ -84,10 +85,7 @@ def test_logs_fold_by_size_and_files_merge(tmp_path: Path) -> None:
 def test_a_log_folds_when_it_is_old(tmp_path: Path) -> None:
     with opened(tmp_path / "d", fold_interval=0.1) as store:
         store.add([1, 2, 3])
-        deadline = time.monotonic() + 60
-        while store.info().unfolded_tokens and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert store.info().unfolded_tokens == 0
+        eventually(lambda: store.info().unfolded_tokens == 0)
         assert drafted(store, [1]) == {2, 3}
 
 

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,10 @@ import pytest
 from datastores import Datastore, DatastoreError, InputTrie, RetrievalConfig, retrieve
 from datastores.segment import Document
 from datastores.wal import Deletion, LogTail, LogWriter
+from tests.eventually import eventually
 
 VOCAB = 500
 # Twice what a look and sorting take; the machine may be busy.
-SOON_S = 20.0
 
 
 def opened(folder: Path, **options) -> Datastore:
@@ -32,33 +31,24 @@ def drafted(store: Datastore, query: list[int], namespace: str = "default") -> s
     return set(retrieve([trie], store.snapshot(namespace), 50, config)[0].tokens.tolist())
 
 
-def soon(true: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + SOON_S
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def test_followers_find_what_the_writer_takes_in(tmp_path: Path) -> None:
     with opened(tmp_path) as writer, opened(tmp_path) as reader:
         assert not writer.follows and reader.follows
         assert reader.info().follows
         writer.add([1, 100], namespace="a")
-        assert soon(lambda: drafted(reader, [1], "a") == {100})
+        eventually(lambda: drafted(reader, [1], "a") == {100})
         assert drafted(reader, [1], "b") == set()
         # Later than the first look at that log, and after it was folded into a file.
         writer.add([1, 200], namespace="a")
-        assert soon(lambda: drafted(reader, [1], "a") == {100, 200})
+        eventually(lambda: drafted(reader, [1], "a") == {100, 200})
         writer.fold(60)
         writer.add([1, 300], namespace="a")
-        assert soon(lambda: drafted(reader, [1], "a") == {100, 200, 300})
+        eventually(lambda: drafted(reader, [1], "a") == {100, 200, 300})
         writer.fold(60)
-        assert soon(lambda: reader.info().unfolded_tokens == 0)
+        eventually(lambda: reader.info().unfolded_tokens == 0)
         assert reader.namespaces() == {"a": 6}
         writer.add_corpus("c", [[1, 50]])
-        assert soon(lambda: drafted(reader, [1], "b") == {50})
+        eventually(lambda: drafted(reader, [1], "b") == {50})
 
 
 def test_what_was_there_before_is_there_at_once(tmp_path: Path) -> None:
@@ -74,14 +64,14 @@ def test_a_follower_loses_nothing_for_a_moment_while_logs_are_folded(tmp_path: P
     rng = np.random.default_rng(0)
     with opened(tmp_path, fold_tokens=300) as writer, opened(tmp_path) as reader:
         writer.add([1, 100])
-        assert soon(lambda: drafted(reader, [1]) == {100})
+        eventually(lambda: drafted(reader, [1]) == {100})
         for _ in range(60):
             writer.add(rng.integers(2, VOCAB, 50))
             assert 100 in drafted(reader, [1])
             time.sleep(0.02)
         writer.fold(60)
         writer.flush()
-        assert soon(lambda: reader.num_tokens == writer.num_tokens)
+        eventually(lambda: reader.num_tokens == writer.num_tokens)
 
 
 def test_followers_forget_what_the_writer_deletes(tmp_path: Path) -> None:
@@ -90,12 +80,12 @@ def test_followers_forget_what_the_writer_deletes(tmp_path: Path) -> None:
         writer.add([1, 150], name="kept")
         writer.fold(60)
         writer.add([1, 200], name="new")
-        assert soon(lambda: drafted(reader, [1]) == {100, 150, 200})
+        eventually(lambda: drafted(reader, [1]) == {100, 150, 200})
         writer.delete_document("new")
         writer.delete_document("old")
-        assert soon(lambda: drafted(reader, [1]) == {150})
+        eventually(lambda: drafted(reader, [1]) == {150})
         writer.add([1, 250], name="new")
-        assert soon(lambda: drafted(reader, [1]) == {150, 250})
+        eventually(lambda: drafted(reader, [1]) == {150, 250})
 
 
 def test_a_follower_does_not_write(tmp_path: Path) -> None:
@@ -119,7 +109,7 @@ def test_a_follower_takes_over_when_the_writer_ends(tmp_path: Path) -> None:
     with opened(tmp_path) as second:
         writer.add([1, 100])
         writer.close()
-        assert soon(lambda: not second.follows)
+        eventually(lambda: not second.follows)
         assert drafted(second, [1]) == {100}
         second.add([1, 200])
         second.flush()
@@ -152,7 +142,7 @@ def test_a_killed_writer_is_replaced_and_loses_nothing(tmp_path: Path) -> None:
         assert reader.follows
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        assert soon(lambda: not reader.follows)
+        eventually(lambda: not reader.follows)
         assert drafted(reader, [1]) == {100}
 
 

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -14,11 +13,11 @@ import pytest
 from sglang_ext.disaggregation.mini_router import AUTHORIZATION
 from sglang_ext.options import env_name
 from sglang_ext.servers.processes import free_port, kill_group, start
+from tests.eventually import eventually
 
 pytest.importorskip("sglang_router", reason="sglang-router is not installed (extra pd)")
 
 HEADER = "x-request-id-tenant"  # one that both carry
-DEADLINE_S = 60
 INFO = {
     "model_path": "m", "served_model_name": "m", "tp_size": 1, "dp_size": 1, "is_generation": True,
     "version": "0.5.23",
@@ -105,15 +104,14 @@ class Routed:
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
 
     def wait(self) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while True:
+        def answers() -> bool:
+            assert self.process.poll() is None, "the router ended"
             try:
-                if self.client.post("/generate", json={"text": "x"}).status_code == 200:
-                    return
+                return self.client.post("/generate", json={"text": "x"}).status_code == 200
             except httpx.HTTPError:
-                pass
-            assert self.process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
+                return False
+
+        eventually(answers, what="the router answers")
 
 
 @pytest.fixture(scope="module", params=["mini", "rust"])

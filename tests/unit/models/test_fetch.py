@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 import zipfile
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from sglang_ext.models import (
 )
 from sglang_ext.models.model_manifest import MANIFEST
 from sglang_ext.models.registry import MODELS, ModelSpec, SourceFile
+from tests.eventually import eventually
 
 PARTS = (b"first half, ", b"second half")
 WEIGHTS = b"".join(PARTS)
@@ -237,16 +237,9 @@ def start_fetcher(tmp_path: Path, delay: float) -> subprocess.Popen[str]:
     )
 
 
-def wait_until(condition, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
 def test_two_processes_make_one_directory(index, tmp_path):
     first = start_fetcher(tmp_path, delay=2.0)
-    wait_until(lambda: conversions() == 1)
+    eventually(lambda: conversions() == 1)
     second = start_fetcher(tmp_path, delay=2.0)
     outputs = [process.communicate(timeout=60) for process in (first, second)]
     target = tmp_path / "cache" / "models" / NAME
@@ -258,7 +251,7 @@ def test_two_processes_make_one_directory(index, tmp_path):
 
 def test_killed_process_leaves_nothing_that_looks_complete(index, tmp_path, monkeypatch):
     process = start_fetcher(tmp_path, delay=60.0)
-    wait_until(lambda: conversions() == 1)
+    eventually(lambda: conversions() == 1)
     process.kill()
     process.communicate()
     assert left_over(tmp_path / "cache"), "killed in the middle of its work"

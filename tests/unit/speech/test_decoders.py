@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
@@ -21,6 +20,7 @@ from speech import decoder_client, decoders
 from speech.audio import BLOCK_SAMPLES, SAMPLE_RATE, decode
 from speech.audio_errors import AudioError, AudioTooLong, DecoderDied, DecodersBusy
 from speech.decoders import DecoderPool
+from tests.eventually import eventually
 
 FAULTY = "tests.unit.speech.faulty_decoder"
 WAIT_S = 60.0
@@ -52,13 +52,6 @@ def noise(seconds: float, seed: int = 0) -> bytes:
 def decoded(pool: DecoderPool, data: bytes) -> np.ndarray:
     with pool.open(io.BytesIO(data)) as audio:
         return np.concatenate([np.empty(0, np.float32), *audio.blocks()])
-
-
-def until(met: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not met():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("format", sorted(FORMATS))
@@ -186,10 +179,10 @@ def test_more_than_may_wait_are_refused_and_the_others_served(pools, tmp_path: P
 
     threads = [threading.Thread(target=work, args=(b"loop " + bytes(pid_file),))]
     threads[0].start()
-    until(lambda: pid_file.is_file() and pid_file.read_text())
+    eventually(lambda: pid_file.is_file() and pid_file.read_text())
     threads.append(threading.Thread(target=work, args=(noise(0.1),)))
     threads[1].start()
-    until(lambda: pool.waiting == 1)
+    eventually(lambda: pool.waiting == 1)
     with pytest.raises(DecodersBusy, match="1 audio files wait"):
         decoded(pool, noise(0.1))
     os.kill(int(pid_file.read_text()), signal.SIGSEGV)
@@ -214,12 +207,12 @@ def test_a_file_that_was_begun_is_not_refused_for_the_queue(pools, tmp_path: Pat
         next(blocks)
         threads = [threading.Thread(target=work, args=(data,)) for data in (loop, b"crash")]
         threads[0].start()
-        until(lambda: pid_file.is_file() and pid_file.read_text())
+        eventually(lambda: pid_file.is_file() and pid_file.read_text())
         threads[1].start()
-        until(lambda: pool.waiting == 1)
+        eventually(lambda: pool.waiting == 1)
         threads.append(threading.Thread(target=read_on))
         threads[2].start()
-        until(lambda: pool.waiting == 2)
+        eventually(lambda: pool.waiting == 2)
         os.kill(int(pid_file.read_text()), signal.SIGPROF)  # what the time limit sends
         for thread in threads:
             thread.join(WAIT_S)
@@ -246,7 +239,7 @@ def test_the_file_is_free_once_its_reader_is_gone(pools, tmp_path: Path):
     worker = psutil.Process(pool.idle_pids[0])
     assert str(path) in [file.path for file in worker.open_files()]
     audio.close()
-    until(lambda: str(path) not in [file.path for file in worker.open_files()])
+    eventually(lambda: str(path) not in [file.path for file in worker.open_files()])
 
 
 def test_what_does_not_start_is_the_servers_fault(pools, monkeypatch):
@@ -292,12 +285,12 @@ def test_decoders_end_with_the_server_also_in_a_loop(tmp_path: Path):
     started = []
     try:
         started.append(psutil.Process(int(parent.stdout.readline())))
-        until(lambda: pid_file.is_file() and pid_file.read_text())
+        eventually(lambda: pid_file.is_file() and pid_file.read_text())
         started.append(psutil.Process(int(pid_file.read_text())))
         assert all(process.is_running() for process in started)
         parent.kill()
         parent.wait()
-        until(lambda: not any(process.is_running() for process in started))
+        eventually(lambda: not any(process.is_running() for process in started))
     finally:
         for process in (parent, *started):
             with contextlib.suppress(psutil.Error):
