@@ -1,0 +1,191 @@
+"""The house check: which commands the docs show, what is done with them, and what is counted."""
+
+import pytest
+
+from scripts.check_house import LIMITS, PLACES, beyond
+from scripts.lib.docs_commands import Command, Kind, assigned, commands_of, extract, pages, plan
+from scripts.lib.docs_runner import DocsRunner
+from scripts.lib.house_figures import declared_hooks, hook_lookups, long_functions
+
+
+def texts(page: str) -> list[str]:
+    return [command.text for command in extract(page)]
+
+
+def block(*lines: str, fence: str = "sh") -> str:
+    return "\n".join(["text", "", f"```{fence}", *lines, "```", ""])
+
+
+def planned(text: str, **machine):
+    return plan(Command("docs/x.md", 1, text), **machine)
+
+
+# Extraction
+
+
+def test_only_blocks_of_shell_have_commands():
+    page = block("make a") + block("x = 1", fence="python") + block("make b", fence="bash")
+    assert texts(page) == ["make a", "make b"]
+
+
+def test_comments_are_no_commands_and_no_part_of_one():
+    assert texts(block("# first", "make demo    # what it does", "echo 'a # b' x#y")) == [
+        "make demo",
+        "echo 'a # b' x#y",
+    ]
+
+
+def test_continued_lines_are_one_command():
+    assert texts(block("curl URL \\", "    -H 'a: b' \\", "    -d x", "make")) == [
+        "curl URL -H 'a: b' -d x",
+        "make",
+    ]
+
+
+def test_a_quote_over_several_lines_is_one_command():
+    assert texts(block("curl -d '{", '  "a": 1', "}'", "make")) == [
+        "curl -d '{\n  \"a\": 1\n}'",
+        "make",
+    ]
+
+
+def test_a_here_document_is_one_command():
+    assert texts(block("cat > f <<'E'", "# kept", "it's", "E", "make")) == [
+        "cat > f <<'E'\n# kept\nit's\nE",
+        "make",
+    ]
+
+
+def test_a_pipe_is_one_command():
+    assert texts(block("a | b - | jq .id")) == ["a | b - | jq .id"]
+
+
+def test_a_command_has_its_line():
+    found = list(extract(block("make a \\", "  b", "", "make c"), "docs/x.md"))
+    assert [(c.page, c.line) for c in found] == [("docs/x.md", 4), ("docs/x.md", 7)]
+
+
+def test_a_marked_block_has_its_reason_and_the_next_one_has_none():
+    page = "<!-- not run: two machines -->\n" + block("a")[6:] + block("b")
+    assert [(c.text, c.reason) for c in extract(page)] == [("a", "two machines"), ("b", None)]
+    marked = next(extract(page))
+    assert plan(marked).kind is Kind.SKIP and "two machines" in plan(marked).text
+
+
+def test_variables_that_a_command_sets_are_known():
+    assert assigned("URL=http://x\nID=$(curl $URL)") == ["URL", "ID"]
+    assert assigned("curl -d a=b") == []
+
+
+# What is done with them
+
+
+@pytest.mark.parametrize(
+    "text", ["sglang-ext serve --model M", "sglang-ext pd --model M", "sglang serve --model-path M"]
+)
+def test_servers_are_started(text: str):
+    assert planned(text).kind is Kind.SERVE
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        ("python -m scripts.check_speech", "python -m scripts.check_speech --quick"),
+        ("python -m scripts.check_speech --quick", "python -m scripts.check_speech --quick"),
+        ("python -m scripts.demo", "python -m scripts.demo"),
+        (
+            "sglang-ext sweep --out x --methods ar",
+            "sglang-ext sweep --out x --methods ar --quick",
+        ),
+        ("sglang-ext sweep report x", "sglang-ext sweep report x"),
+    ],
+)
+def test_checks_and_sweeps_run_in_their_short_form(text: str, short: str):
+    assert planned(text).text == short
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("make test", "--test-minutes"),
+        ("pip install x", "installs"),
+        ("sglang-ext sweep --out x --methods ar --minutes 83", "15 minutes"),
+        ("python -m scripts.fuzz_audio --files 10000", "an hour"),
+        ("python -m scripts.gpu_kit --out x", "GPU"),
+        ("no-such-program x | cat", "no-such-program is not installed"),
+    ],
+)
+def test_what_is_left_out_has_a_reason(text: str, reason: str):
+    assert planned(text).kind is Kind.SKIP and reason in planned(text).text
+
+
+def test_with_a_gpu_its_commands_run():
+    assert planned("python -m scripts.gpu_kit --out x", has_gpu=True).kind is Kind.RUN
+
+
+def test_every_page_with_a_block_of_shell_has_commands():
+    shown = [page for page in pages() if "```sh" in page.read_text()]
+    assert len(shown) > 10
+    assert all(commands_of(page) for page in shown)
+
+
+# Running them
+
+
+def test_commands_run_with_the_variables_of_those_before(tmp_path):
+    page = block(
+        "A=$(echo 3)", "test $A = 3", "false", "nothing | cat", "curl -s http://127.0.0.1:1/x"
+    )
+    found = list(DocsRunner(tmp_path, list(extract(page))).outcomes())
+    assert [outcome.state for outcome in found] == ["ok", "ok", "failed", "skipped", "failed"]
+    assert "exit code 1" in found[2].detail
+
+
+def test_what_reads_the_results_of_a_skipped_command_is_skipped(tmp_path):
+    page = block(
+        "sglang-ext sweep --out res --methods ar --minutes 83", "sglang-ext sweep report res"
+    )
+    found = list(DocsRunner(tmp_path, list(extract(page))).outcomes())
+    assert [outcome.state for outcome in found] == ["skipped", "skipped"]
+    assert "res" in found[1].detail
+
+
+# Figures
+
+
+def test_a_drafters_public_names_are_its_hooks():
+    source = "class Drafter:\n x: int = 1\n y = 2\n def propose(self): ...\n def _own(self): ..."
+    assert declared_hooks(source) == {"x", "y", "propose"}
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("getattr(x, 'propose', None)", 1),
+        ("hasattr(x, 'propose')", 1),
+        ("getattr(known.drafter, name)", 1),
+        ("getattr(x, 'other')", 0),
+        ("getattr(options, name)", 0),
+        ("x.propose()", 0),
+    ],
+)
+def test_lookups_of_hooks_are_counted(source: str, count: int):
+    assert len(list(hook_lookups(source, {"propose"}))) == count
+
+
+def test_a_function_of_51_lines_is_too_long_and_its_decorator_does_not_count():
+    def source(lines):
+        return "@decorator\ndef f():\n" + "    x = 1\n" * (lines - 1)
+
+    assert list(long_functions(source(50))) == []
+    assert list(long_functions(source(51))) == [(2, "f", 51)]
+
+
+def test_figures_above_their_limits_are_beyond_them():
+    at_limits = dict(LIMITS)
+    assert beyond(at_limits) == []
+    assert beyond(at_limits | {"worker_lines": LIMITS["worker_lines"] + 1}) == ["worker_lines"]
+
+
+def test_every_list_of_places_has_a_limit():
+    assert {count.__name__ for count in PLACES} <= set(LIMITS)
