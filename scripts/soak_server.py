@@ -7,8 +7,11 @@ some leave in the middle or abort; namespaces and requests are deleted and cache
 
 unprovoked_errors: answers that are not the ones expected, greedy outputs that differ from the
 first ones among them (wrong_outputs). The server's process tree is sampled; growths are from the
-middle of the run to its end (medians of a tenth of it), the slope is a line through each minute's
-least of the second half. Exit code 1 where a limit is broken: LIMITS.
+middle of the run to its end (medians of a tenth of it). Requests under way come and go with 300
+MiB, so the clients rest every few minutes: once the last answer is there, what is left is what the
+server keeps, and the slope is a line through these samples of the second half. So that a rest can
+be short, the server gives freed memory back every few seconds, not once a minute (docs/cpu.md).
+Exit code 1 where a limit is broken: LIMITS.
 
     python -m scripts.soak_server [--minutes M] [--clients N] [--whisper MODEL] [--seed S]
         [--quick] [--json FILE]
@@ -16,6 +19,7 @@ least of the second half. Exit code 1 where a limit is broken: LIMITS.
 
 import argparse
 import asyncio
+import os
 import random
 import statistics
 import sys
@@ -33,9 +37,12 @@ from scripts.lib.server import Server
 from scripts.lib.soak_client import IDLE_S, TIMEOUT_S, Client, Soak
 from scripts.lib.soak_requests import SpeechTraffic, Traffic
 from scripts.lib.spec_bench import spec_bench
+from sglang_ext.cpu.heap_trim import TRIM_VARIABLE
 
 QUICK_MINUTES = 5.0
 SAMPLE_S, PROGRESS_S = 2.0, 30.0
+REST_EVERY_S, RESTS_AT_LEAST = 180.0, 10
+TRIM_S = 3.0
 TABLE_ROWS = 12
 # At most. Threads, files and sockets come and go with requests under way.
 LIMITS = {
@@ -47,16 +54,20 @@ _SSSD = ["--speculative-algorithm", "SSSD", "--max-running-requests", "16"]
 
 @dataclass(frozen=True)
 class Sample:
-    """A process tree at a time: minutes since the start, MiB by process id, and counts."""
+    """A process tree at a time: minutes since the start, MiB by process id, and counts.
+
+    `at_rest`: no request is under way, and freed memory was given back.
+    """
 
     minutes: float
     rss_mib_by_pid: Mapping[int, float]
     threads: int
     files: int
     sockets: int
+    at_rest: bool = False
 
     @classmethod
-    def of(cls, pid: int, minutes: float) -> "Sample":
+    def of(cls, pid: int, minutes: float, at_rest: bool = False) -> "Sample":
         """Take one; processes that end meanwhile are left out."""
         rss, threads, files, sockets = dict[int, float](), 0, 0, 0
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
@@ -69,7 +80,7 @@ class Sample:
             rss[process.pid] = found[0] / 2**20
             threads, files = threads + found[1], files + found[2]
             sockets += connections
-        return cls(minutes, rss, threads, files, sockets)
+        return cls(minutes, rss, threads, files, sockets, at_rest)
 
     @property
     def rss_mib(self) -> float:
@@ -81,13 +92,14 @@ def growth_figures(samples: Sequence[Sample]) -> dict[str, float]:
     """How the second half of a run went on from the first.
 
     Args:
-        samples: in order, four at least.
+        samples: in order; two at least of the second half are at rest.
     """
     half = samples[len(samples) // 2 :]
     tenth = max(1, len(samples) // 10)
-    lasting = set[int].intersection(*(set(s.rss_mib_by_pid) for s in half))
-    rss = [sum(s.rss_mib_by_pid[pid] for pid in lasting) for s in half]
-    slope = slope_of_least([s.minutes for s in half], rss)
+    rests = [s for s in half if s.at_rest]
+    lasting = set[int].intersection(*(set(s.rss_mib_by_pid) for s in rests))
+    rss = [sum(s.rss_mib_by_pid[pid] for pid in lasting) for s in rests]
+    slope = float(np.polyfit([s.minutes for s in rests], rss, 1)[0])
 
     def growth(name: str) -> float:
         first, last = ([getattr(s, name) for s in part] for part in (half[:tenth], half[-tenth:]))
@@ -103,51 +115,83 @@ def growth_figures(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
-def slope_of_least(minutes: Sequence[float], mib: Sequence[float]) -> float:
-    """MiB a minute, of a line through each minute's least sample.
-
-    What one request takes for its time comes on top and is gone again, 170 MiB at times: a line
-    through all samples follows where such peaks fall. What is kept raises the least as well.
-
-    Args:
-        minutes, mib: in order, two at least, as many of both.
-    """
-    parts = max(2, int(minutes[-1] - minutes[0]))
-    rows = np.array_split(np.column_stack([minutes, mib]), parts)
-    least = np.array([part[np.argmin(part[:, 1])] for part in rows])
-    return float(np.polyfit(least[:, 0], least[:, 1], 1)[0])
-
-
 def table(samples: Sequence[Sample]) -> str:
-    """Some of the samples, a line each."""
+    """Some of the samples at rest, a line each."""
     lines = [f"{'minute':>8} {'MiB':>8} {'threads':>8} {'files':>8} {'sockets':>8}"]
-    for n in np.linspace(0, len(samples) - 1, min(TABLE_ROWS, len(samples))).astype(int):
-        s = samples[n]
+    rests = [s for s in samples if s.at_rest] or samples
+    for n in np.linspace(0, len(rests) - 1, min(TABLE_ROWS, len(rests))).astype(int):
+        s = rests[n]
         lines.append(f"{s.minutes:8.1f} {s.rss_mib:8.0f} {s.threads:8} {s.files:8} {s.sockets:8}")
     return "\n".join(lines)
 
 
-async def soak_server(server: Server, soak: Soak, clients: Sequence[Callable[[], Awaitable[None]]],
+class Clients:
+    """Clients that do one thing after the other, and rest when they are told to.
+
+    Args:
+        each: what a client does, awaited again and again.
+        until: when they stop (time.monotonic).
+    """
+
+    def __init__(self, each: Sequence[Callable[[], Awaitable[None]]], until: float, soak: Soak):
+        self._go = asyncio.Event()
+        self._busy = 0
+        self._soak = soak
+        self._go.set()
+        self.done = asyncio.gather(*(self._run(one, until) for one in each))
+
+    async def _run(self, one: Callable[[], Awaitable[None]], until: float) -> None:
+        while time.monotonic() < until:
+            await self._go.wait()
+            self._busy += 1
+            try:
+                await one()
+            finally:
+                self._busy -= 1
+            await asyncio.sleep(self._soak.rng.uniform(0, 0.2))
+
+    async def rest(self) -> None:
+        """Wait for the answers that are under way; nothing new is asked until `go`."""
+        self._go.clear()
+        while self._busy:
+            await asyncio.sleep(0.1)
+        # A pass gives freed memory back where it is time.
+        for _ in range(3):
+            body = {"text": "A", "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+            await self._soak.call("POST", "/generate", body)
+            await asyncio.sleep(TRIM_S / 2)
+
+    def go(self) -> None:
+        """Ask again."""
+        self._go.set()
+
+
+async def soak_server(server: Server, soak: Soak, each: Sequence[Callable[[], Awaitable[None]]],
                       seconds: float) -> list[Sample]:  # fmt: skip
     """Load a running server; each client does one thing after the other."""
     began, samples, shown = time.monotonic(), list[Sample](), 0.0
+    every = min(REST_EVERY_S, seconds / RESTS_AT_LEAST)
+    clients, due = Clients(each, began + seconds, soak), every
 
-    async def client(one: Callable[[], Awaitable[None]]) -> None:
-        while time.monotonic() < began + seconds:
-            await one()
-            await asyncio.sleep(soak.rng.uniform(0, 0.2))
-
-    load = asyncio.gather(*map(client, clients))
-    while not load.done():
+    async def sample(at_rest: bool) -> None:
         passed = time.monotonic() - began
-        if passed < seconds:  # afterwards the load fades
-            samples.append(await asyncio.to_thread(Sample.of, server.pid, passed / 60))
-        if passed >= shown:
+        samples.append(await asyncio.to_thread(Sample.of, server.pid, passed / 60, at_rest))
+
+    while not clients.done.done():
+        await sample(at_rest=False)
+        if time.monotonic() - began >= shown:
             shown += PROGRESS_S
             print(_progress(soak, samples[-1], seconds), flush=True)
-        await asyncio.wait({load}, timeout=SAMPLE_S)
-    await load
+        if time.monotonic() - began >= due:
+            due += every
+            await clients.rest()
+            await sample(at_rest=True)
+            clients.go()
+        await asyncio.wait({clients.done}, timeout=SAMPLE_S)
+    await clients.done
     await asyncio.gather(*soak.let_go)
+    await clients.rest()
+    await sample(at_rest=True)
     status, answer = await soak.call("POST", "/flush_cache?timeout=60")
     if status != 200:
         soak.tally.problem("unprovoked_errors", f"requests run without a client: {answer}")
@@ -184,6 +228,7 @@ async def run(server: Server, options: argparse.Namespace, minutes: float) -> di
     return {
         "soak_minutes": minutes,
         "soak_samples": len(samples),
+        "soak_rests": sum(s.at_rest for s in samples),
         **{name: counts[name] for name in ("unprovoked_errors", "wrong_outputs", "cross_talk")},
         **growth_figures(samples),
         **{f"sent_{name}": count for name, count in sorted(counts.items()) if name not in LIMITS},
@@ -209,6 +254,7 @@ def main() -> int:
     minutes = options.minutes or (QUICK_MINUTES if options.quick else 60.0)
     if options.clients < 1 or minutes <= 0:
         args.error("--clients must be at least 1 and --minutes more than 0")
+    os.environ.setdefault(TRIM_VARIABLE, str(TRIM_S))
     with tempfile.TemporaryDirectory() as folder:
         flags = [*_SSSD, "--drafters", "ssbd", "--translation-idle-seconds", str(IDLE_S),
                  "--namespace-share", "1", "--datastore", f"{folder}/store"]  # fmt: skip

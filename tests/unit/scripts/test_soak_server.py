@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import time
 
 import aiohttp
 import pytest
@@ -11,11 +12,14 @@ from aiohttp import web
 from scripts.lib.soak_client import Soak
 from scripts.lib.soak_requests import Traffic
 from scripts.lib.spec_bench import Prompt
-from scripts.soak_server import LIMITS, Sample, growth_figures, limits_broken, table
+from scripts.soak_server import LIMITS, Clients, Sample, growth_figures, limits_broken, table
 
 
 def samples(rss) -> list[Sample]:
-    return [Sample(n / 10, {7: rss(n / 10)}, 50 + (n > 70), 100, 20 + n) for n in range(100)]
+    return [
+        Sample(n / 10, {7: rss(n / 10)}, 50 + (n > 70), 100, 20 + n, at_rest=n % 5 == 0)
+        for n in range(100)
+    ]
 
 
 def test_memory_that_levels_off_has_no_slope_and_a_leak_has_its_own():
@@ -30,7 +34,7 @@ def test_memory_that_levels_off_has_no_slope_and_a_leak_has_its_own():
 
 def test_a_process_that_comes_and_goes_is_no_leak():
     at_end = [
-        Sample(n / 10, {7: 1000.0} | ({8: 180.0} if n > 80 else {}), 50, 100, 20)
+        Sample(n / 10, {7: 1000.0} | ({8: 180.0} if n > 80 else {}), 50, 100, 20, n % 3 == 0)
         for n in range(100)
     ]
     figures = growth_figures(at_end)
@@ -38,21 +42,50 @@ def test_a_process_that_comes_and_goes_is_no_leak():
     assert figures["rss_mib_end"] == 1180
 
 
-def test_peaks_of_requests_under_way_are_no_slope_but_a_leak_beneath_them_is():
+def test_requests_under_way_are_no_slope_but_a_leak_beneath_them_is():
     rng = random.Random(1)
-    # A fifth of the samples is high, all of them in the last minutes: a line through all rises.
-    peaks = {n for n in range(800, 1000) if rng.random() < 0.7}
 
-    def run(leak: float) -> float:
-        run = [
-            Sample(n / 30, {7: 6000 + leak * n / 30 + rng.uniform(0, 9) + 170 * (n in peaks)},
-                   50, 100, 20)
-            for n in range(1000)
-        ]  # fmt: skip
+    def slope(leak: float) -> float:
+        run = []
+        for n in range(1000):
+            at_rest = n % 50 == 0
+            under_way = 0 if at_rest else rng.uniform(0, n)  # ever more of them
+            run.append(Sample(n / 30, {7: 6000 + leak * n / 30 + under_way}, 50, 9, 9, at_rest))
         return growth_figures(run)["rss_slope_mib_per_minute_second_half"]
 
-    assert abs(run(0)) < 0.3
-    assert run(3) == pytest.approx(3, abs=0.3)
+    assert slope(0) == pytest.approx(0)
+    assert slope(3) == pytest.approx(3)
+
+
+def test_clients_rest_when_the_last_answer_is_there_and_go_on(monkeypatch):
+    monkeypatch.setattr("scripts.soak_server.TRIM_S", 0.01)
+    started, ended, asked = [], [], []
+
+    class Counting:
+        rng = random.Random(0)
+
+        async def call(self, method, path, body):
+            asked.append(path)
+            return 200, {}
+
+    async def one():
+        started.append(1)
+        await asyncio.sleep(0.01)
+        ended.append(1)
+
+    async def run():
+        clients = Clients([one] * 3, time.monotonic() + 1, Counting())
+        await asyncio.sleep(0.05)
+        await clients.rest()
+        at_rest = len(started)
+        assert at_rest == len(ended) > 0 and asked == ["/generate"] * 3
+        await asyncio.sleep(0.3)
+        assert len(started) == at_rest
+        clients.go()
+        await clients.done
+        assert len(started) == len(ended) > at_rest
+
+    asyncio.run(run())
 
 
 def test_each_limit_that_is_broken_is_named():
