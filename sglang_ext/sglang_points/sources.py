@@ -93,15 +93,18 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _in_module(module: ast.Module, name: str, folder: Path | None, steps: int) -> ast.AST:
-    """The last definition of a name, wherever outside of functions and classes."""
+    """The last definition of a name outside of functions and classes, else what it imports."""
     found: ast.AST | None = None
+    imported: str | None = None
     for node in _statements(module.body):
         if _defines(node, name):
             found = node
         elif isinstance(node, ast.ImportFrom) and not node.level:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
-                    found = _lookup(f"{node.module}.{alias.name}", folder, steps - 1)
+                    imported = f"{node.module}.{alias.name}"
+    if found is None and imported:  # one for type checkers may name what the module defines
+        return _lookup(imported, folder, steps - 1)
     if found is None:
         raise _Missing(f"its module has no {name}")
     return found

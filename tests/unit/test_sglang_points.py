@@ -181,6 +181,7 @@ def test_every_subclass_of_sglangs_classes_is_listed():
 
 OTHER = """
 from sglang.srt.base import Base, helper
+from sglang.srt.mod import function
 
 if True:
     def function(a, b, *, c=1): ...
