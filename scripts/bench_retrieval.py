@@ -22,10 +22,10 @@ import numpy as np
 
 from datastores import CorpusBuilder, Datastore, RetrievalConfig, Snapshot, retrieve, warm_up
 from datastores.input_trie import InputTrie
-from datastores.replay import replay
 from scripts.lib.figures import parser, report
 from scripts.lib.machine_text import Documents, machine_text, tokenizer_size
 from scripts.lib.result_page import ResultPage, add_docs_flag, aligned
+from scripts.lib.retrieval_replay import replay
 from sglang_ext.sweep.result_tables import Table
 
 FULL_TOKENS = 112_000_000

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from scripts.lib.specasr_simulation import Utterance, all_nodes, best_gain, simulate
 from speech.specasr.draft_model import Prediction
 from speech.specasr.draft_options import MODES, SpecASROptions
 from speech.specasr.recycling import OldDraft, offsets
 from speech.specasr.session import SpecASR
-from speech.specasr.simulate import Utterance, all_nodes, best_gain, simulate
 from speech.specasr.vocabulary import Vocabularies
 from tests.unit.speech.specasr_models import POSITIONS, ScriptedModel, vocabulary
 

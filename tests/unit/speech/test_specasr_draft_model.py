@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from scripts.lib.specasr_simulation import greedy_output
 from speech.specasr import draft_model, weights
 from speech.specasr.draft_model import DraftWhisper, Feed, audio_frames
-from speech.specasr.simulate import greedy_output
 from tests.unit.speech.specasr_models import FRAMES, MEL_BINS, POSITIONS, random_whisper
 
 VOCAB = 60

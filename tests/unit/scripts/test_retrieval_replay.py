@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from datastores import DatastoreError, RetrievalConfig, Snapshot
-from datastores.replay import replay
 from datastores.segment import Document, build_segment
+from scripts.lib.retrieval_replay import replay
 
 VOCAB = 1000
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .config import DatastoreError, RetrievalConfig
-from .input_trie import InputTrie
-from .retrieval import Draft, retrieve
-from .segment import Snapshot
+from datastores.config import DatastoreError, RetrievalConfig
+from datastores.input_trie import InputTrie
+from datastores.retrieval import Draft, retrieve
+from datastores.segment import Snapshot
 
 _BINS = 10
 

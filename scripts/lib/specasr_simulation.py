@@ -175,12 +175,9 @@ def _run_batch(
     outputs = [[utterance.output[0]] for utterance in utterances]
     if target is not None:
         for i, tree in enumerate(specasr.foresee(sessions, max_nodes)):
-            result.prefilled += len(tree)
             result.target_steps += node_cost * len(tree)
             specasr.verified(sessions[i], target(utterances[i], [], tree, len(tree)))
-            known = len(_accepted(tree, len(tree), utterances[i].output))
-            outputs[i] = list(utterances[i].output[: known + 1])
-            result.tokens += len(outputs[i]) - 1
+            outputs[i] = _prefilled(tree, utterances[i].output, result)
     for session, output in zip(sessions, outputs, strict=True):
         specasr.commit(session, output)
     running = [i for i, output in enumerate(outputs) if len(output) < len(utterances[i].output)]
@@ -211,6 +208,14 @@ def _run_batch(
         specasr.close(session)
     for utterance, output in zip(utterances, outputs, strict=True):
         assert output == list(utterance.output)
+
+
+def _prefilled(tree: TargetTree, output: Sequence[int], result: Simulation) -> list[int]:
+    """The tokens of an output that are known once a draft was read behind the prompt."""
+    known = len(_accepted(tree, len(tree), output))
+    result.prefilled += len(tree)
+    result.tokens += known
+    return list(output[: known + 1])
 
 
 def _accepted(tree: TargetTree, n: int, output: Sequence[int]) -> list[int]:
