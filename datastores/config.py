@@ -32,7 +32,8 @@ class RetrievalConfig:
     constants are not published with it; the ones here were fitted offline, by what the budget
     (sglang_ext/budget/choice.py) makes of the drafts, on answers of SmolLM2-135M-Instruct to
     Spec-Bench's and GSM8K's questions, a quarter held back from a datastore of the others. A replay
-    of Python sources (datastores/replay.py), where long matches say more, kept datastore_power up.
+    of Python sources (scripts/lib/retrieval_replay.py), where long matches say more, kept
+    datastore_power up.
 
     One estimator does the paper's discounting (Algorithm 1) and weighted merge (Algorithm 3). An
     occurrence whose match is m tokens long weighs (m / 4) ** power, so that longer matches outvote
@@ -70,7 +71,7 @@ class RetrievalConfig:
     input_power: float = 2.3
     """How much more a longer match weighs in the input: (m / 4) ** input_power."""
     datastore_power: float = 3.2
-    """The same for occurrences in the datastore."""
+    """How much more a longer match weighs in the datastore: (m / 4) ** datastore_power."""
     datastore_weight: float = 0.18
     """Weight of one datastore occurrence against an input occurrence."""
     datastore_cap: float = 9.0
@@ -121,7 +122,7 @@ class RetrievalConfig:
 
     @cached_property
     def limits(self) -> np.ndarray:
-        """int64[7]: the whole-number options, as the compiled search reads them."""
+        """int64[LIMITS]: the whole-number options, in the order of columns.py."""
         return np.array(
             [
                 self.prefix_length,
@@ -137,7 +138,7 @@ class RetrievalConfig:
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """float64[2]: datastore_weight and datastore_cap."""
+        """float64[SOURCE_WEIGHTS], in columns.py's order: datastore_weight, datastore_cap."""
         return np.array([self.datastore_weight, self.datastore_cap], np.float64)
 
     @cached_property

@@ -29,6 +29,7 @@ from .segment import (
     build_segments,
     document_digest,
 )
+from .served_outputs import ServedOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -128,34 +129,40 @@ class Datastore:
         self.tokenizer_fingerprint = str(tokenizer_fingerprint)
         self.max_tokens = _whole("max_tokens", max_tokens, 1, 1 << 40)
         self.max_corpus_tokens = _whole("max_corpus_tokens", max_corpus_tokens, 1, 1 << 40)
-        buffer_tokens = _whole("live_buffer_tokens", live_buffer_tokens, 1, 1 << 30)
-        interval = _seconds("live_interval", live_interval)
-        fold_tokens = _whole("fold_tokens", fold_tokens, 1, 1 << 30)
         self._folder = folder
         self._lock = threading.Lock()  # for _corpora, _dropped
         self._dropped = 0
         self._snapshots: dict[str, Snapshot] = {}
         self._corpora: dict[str, tuple[Segment, ...]] = {}
-        share = _part("live_share", live_share)
-        logs = LogOptions(buffer_tokens, interval, share=share)
-        self._options = DurableOptions(
-            max_tokens, logs, fold_tokens, _seconds("fold_interval", fold_interval)
+        logs = LogOptions(
+            _whole("live_buffer_tokens", live_buffer_tokens, 1, 1 << 30),
+            _seconds("live_interval", live_interval),
+            share=_part("live_share", live_share),
         )
-        self._live: MemoryCollection | DurableCollection | FollowingCollection
-        if folder is None:
-            self._live = MemoryCollection(
-                vocab_size, max_tokens, buffer_tokens, interval, self._refresh, share
-            )
-        elif follow:
-            self._live = FollowingCollection(
-                folder, max_tokens, logs, self._refresh, self._take_over
-            )
-        else:
-            self._live = DurableCollection(folder, self._options, self._refresh)
-            folder.on_change = self._refresh
+        self._options = DurableOptions(
+            self.max_tokens,
+            logs,
+            _whole("fold_tokens", fold_tokens, 1, 1 << 30),
+            _seconds("fold_interval", fold_interval),
+        )
+        self._served = self._open_served(follow)
         self._refresh()
-        if isinstance(self._live, FollowingCollection):
-            self._live.start()
+        if isinstance(self._served, FollowingCollection):
+            self._served.start()
+
+    def _open_served(self, follow: bool) -> ServedOutputs:
+        """What keeps the served outputs, by whether there is a folder and who writes to it."""
+        logs, max_tokens, folder = self._options.logs, self.max_tokens, self._folder
+        if folder is None:
+            return MemoryCollection(
+                self.vocab_size, max_tokens, logs.buffer_tokens, logs.interval, self._refresh,
+                logs.share,
+            )  # fmt: skip
+        if follow:
+            return FollowingCollection(folder, max_tokens, logs, self._refresh, self._take_over)
+        durable = DurableCollection(folder, self._options, self._refresh)
+        folder.on_change = self._refresh
+        return durable
 
     @classmethod
     def open(
@@ -189,26 +196,18 @@ class Datastore:
         """
         opened = _open_shared if shared else Folder
         folder = opened(
-            os.fspath(path),
-            vocab_size=vocab_size,
-            tokenizer_fingerprint=tokenizer_fingerprint,
-            create=create,
-            read_only=read_only,
-        )
+            os.fspath(path), vocab_size=vocab_size, tokenizer_fingerprint=tokenizer_fingerprint,
+            create=create, read_only=read_only,
+        )  # fmt: skip
         try:
             return cls(
                 folder.manifest.vocab_size,
                 tokenizer_fingerprint=folder.manifest.tokenizer_fingerprint,
-                max_tokens=max_tokens,
-                max_corpus_tokens=max_corpus_tokens,
-                live_buffer_tokens=live_buffer_tokens,
-                live_interval=live_interval,
-                live_share=live_share,
-                folder=folder,
-                fold_tokens=fold_tokens,
-                fold_interval=fold_interval,
-                follow=shared and folder.read_only,
-            )
+                max_tokens=max_tokens, max_corpus_tokens=max_corpus_tokens,
+                live_buffer_tokens=live_buffer_tokens, live_interval=live_interval,
+                live_share=live_share, folder=folder, fold_tokens=fold_tokens,
+                fold_interval=fold_interval, follow=shared and folder.read_only,
+            )  # fmt: skip
         except BaseException:
             folder.close()
             raise
@@ -216,7 +215,7 @@ class Datastore:
     @property
     def follows(self) -> bool:
         """Whether another process writes to the folder now: then nothing can be added here."""
-        return isinstance(self._live, FollowingCollection)
+        return isinstance(self._served, FollowingCollection)
 
     # -- served outputs --------------------------------------------------------------------
 
@@ -231,7 +230,7 @@ class Datastore:
         if not document.size:
             return True
         check_name("namespace", namespace)
-        taken = self._live.add(namespace, document, document_digest(name))
+        taken = self._served.add(namespace, document, document_digest(name))
         if not taken:
             with self._lock:
                 self._dropped += 1
@@ -242,14 +241,14 @@ class Datastore:
 
         Raises TimeoutError after `timeout` seconds.
         """
-        self._live.flush(timeout)
+        self._served.flush(timeout)
 
     def fold(self, timeout: float | None = None) -> None:
         """Waits until all that was added before is in sub-index files, and these are merged.
 
         Raises TimeoutError after `timeout` seconds.
         """
-        self._live.fold(timeout)
+        self._served.fold(timeout)
 
     def delete_namespace(self, namespace: str) -> int:
         """Removes a namespace's documents from memory and disk; returns how many tokens.
@@ -258,7 +257,7 @@ class Datastore:
         find nothing all the same, and it is tried again until it can, also after a restart.
         """
         check_name("namespace", namespace)
-        return self._live.delete(namespace, None)
+        return self._served.delete(namespace, None)
 
     def delete_document(self, name: str, namespace: str | None = None) -> int:
         """Removes what was added under a name, in one namespace or all; as delete_namespace()."""
@@ -266,18 +265,18 @@ class Datastore:
             raise DatastoreError(f"name must be a text, and not empty, got {str(name)[:80]!r}")
         if namespace is not None:
             check_name("namespace", namespace)
-        return self._live.delete(namespace, document_digest(name))
+        return self._served.delete(namespace, document_digest(name))
 
     def namespaces(self) -> dict[str, int]:
         """Tokens of served outputs by namespace."""
-        return self._live.namespaces()
+        return self._served.namespaces()
 
     def close(self) -> None:
         """Ends the background work and gives the folder back; searches still work."""
-        live = self._live
-        live.close()
-        if live is not self._live:  # which had just become the writer
-            self._live.close()
+        served = self._served
+        served.close()
+        if served is not self._served:  # which had just become the writer
+            self._served.close()
         if self._folder is not None:
             self._folder.close()
 
@@ -371,7 +370,7 @@ class Datastore:
         found = known.get(namespace)
         if found is None:
             static = tuple(s for segments in self._all_corpora().values() for s in segments)
-            found = Snapshot(self._live.segments_of(namespace), static, self.vocab_size)
+            found = Snapshot(self._served.segments_of(namespace), static, self.vocab_size)
             if len(known) >= _MOST_SNAPSHOTS:  # while nothing changes, anybody may name new ones
                 known.clear()
             known[namespace] = found
@@ -380,11 +379,11 @@ class Datastore:
     def info(self) -> DatastoreInfo:
         """Sizes and counters."""
         namespaces, corpora = self.namespaces(), self._all_corpora()
-        live = [s for name in namespaces for s in self._live.segments_of(name)]
+        live = [s for name in namespaces for s in self._served.segments_of(name)]
         segments = [*live, *(s for group in corpora.values() for s in group)]
         tokens = sum(s.num_tokens for s in segments)
         nbytes = sum(s.nbytes for s in segments)
-        folder, counters = self._folder, self._live.counters()
+        folder, counters = self._folder, self._served.counters()
         return DatastoreInfo(
             path=None if folder is None else folder.path,
             follows=self.follows,
@@ -409,7 +408,7 @@ class Datastore:
             problems=() if folder is None else tuple(folder.problems),
             pending_deletions=int(counters.get("pending_deletions", 0)),
             background_failures=int(counters.get("background_failures", 0)),
-            background_error=getattr(self._live, "background_error", None),
+            background_error=self._served.background_error,
         )
 
     @property
@@ -438,13 +437,13 @@ class Datastore:
         except DatastoreInUse:
             return False
         try:
-            live = DurableCollection(folder, self._options, self._refresh)
+            served = DurableCollection(folder, self._options, self._refresh)
         except BaseException:
             folder.close()
             raise
         folder.on_change = self._refresh
         with self._lock:
-            self._folder, self._live = folder, live
+            self._folder, self._served = folder, served
         self._refresh()
         logger.info("The datastore %s had no writer any more: now it is this process", folder.path)
         return True

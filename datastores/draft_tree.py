@@ -14,7 +14,9 @@ a number of the dtype of the sub-indices' tokens.
 import numpy as np
 from numba import njit
 
+from . import columns as col
 from .heap import heap_pop, heap_push
+from .origins import Origin
 from .pointers import load, matrix_at, vector_at
 
 # Columns of a node. Rest: where its only continuation goes on, sub-index (-1: input), position,
@@ -30,11 +32,12 @@ RANK_DEPTHS = 128
 _LAST_RANK = (1 << 31) - 1
 INPUT = -1
 
-SOURCE_PROMPT = 1
-SOURCE_SELF_OUTPUT = 2
-SOURCE_LIVE = 4
-SOURCE_STATIC = 8
-SOURCE_BIGRAM = 64  # 16 and 32 are sglang_ext.tree's
+# Plain ints are constants in compiled code, members of a flag are not.
+SOURCE_PROMPT = int(Origin.PROMPT)
+SOURCE_SELF_OUTPUT = int(Origin.SELF_OUTPUT)
+SOURCE_LIVE = int(Origin.LIVE)
+SOURCE_STATIC = int(Origin.STATIC)
+SOURCE_BIGRAM = int(Origin.BIGRAM)
 
 _TOKEN_BITS = 31
 _NODE_BITS = 20
@@ -139,12 +142,13 @@ def unfold(nodes_at, weights_at, size, texts, zero, node):
     nodes[node, REST_END] = 0
     origin = nodes[node, SOURCES]
     if segment == INPUT:
-        source = 0
+        source = col.OF_INPUT
         token = np.int64(load(seen_at, position, np.int32(0)))
         origin = SOURCE_PROMPT if position < prompt_size else SOURCE_SELF_OUTPUT
     else:
-        source = 1
-        token = np.int64(load(matrix_at(segments_at, 7, np.int64)[segment, 0], position, zero))
+        source = col.OF_DATASTORE
+        segments = matrix_at(segments_at, col.SEGMENT_COLUMNS, np.int64)
+        token = np.int64(load(segments[segment, col.TOKENS_AT], position, zero))
         if token == separator:
             return size
     # One continuation has come here, and so its weight is the node's.
@@ -242,17 +246,18 @@ def draft_best_first(
             size = unfold(nodes_at, weights_at, size, texts, zero, node)
         depth = np.int64(nodes[node, DEPTH])
         longest = np.int64(nodes[node, INPUT_LENGTH])
-        unseen = length_weights[0, longest] * novelty[0, longest + depth]
-        total = weights[node, CHILDREN]
+        unseen = length_weights[col.OF_INPUT, longest] * novelty[col.OF_INPUT, longest + depth]
+        total = weights[node, CHILDREN + col.OF_INPUT]
         scale = 0.0
         longest = np.int64(nodes[node, DATASTORE_LENGTH])
         if longest > 0:
-            evidence = weights[node, CHILDREN + 1]
-            scale = source_weights[0] * min(
-                1.0, source_weights[1] * length_weights[1, longest] / evidence
-            )
+            evidence = weights[node, CHILDREN + col.OF_DATASTORE]
+            longest_weight = length_weights[col.OF_DATASTORE, longest]
+            most = source_weights[col.DATASTORE_CAP] * longest_weight
+            scale = source_weights[col.DATASTORE_WEIGHT] * min(1.0, most / evidence)
             total += scale * evidence
-            unseen = max(unseen, scale * length_weights[1, longest] * novelty[1, longest + depth])
+            unnoted = scale * longest_weight * novelty[col.OF_DATASTORE, longest + depth]
+            unseen = max(unseen, unnoted)
         total += unseen
         # Deeper ones gain nothing on what RetrievalConfig's constants were fitted on.
         if node == 0 and bigrams[2] > 0:
@@ -262,7 +267,8 @@ def draft_best_first(
         place = nodes[node, PLACE]
         child = np.int64(nodes[node, FIRST_CHILD])
         while child >= 0:
-            prob = path * (weights[child, 0] + scale * weights[child, 1]) / total
+            weight = weights[child, col.OF_INPUT] + scale * weights[child, col.OF_DATASTORE]
+            prob = path * weight / total
             if prob >= min_prob and prob > 0.0:
                 nodes[child, PLACE] = place  # the parent's until it gets its own
                 key = (np.int64(nodes[child, RANK]) << 32) | child
@@ -311,6 +317,6 @@ def _add_bigrams(nodes_at, weights_at, size, texts, zero, bigrams, unseen):
         elif nodes[child, REST_END] > 0:
             # Its only child has the weight that it has by what was seen.
             size = unfold(nodes_at, weights_at, size, texts, zero, child)
-        weights[child, 0] += unseen * probs[column]
+        weights[child, col.OF_INPUT] += unseen * probs[column]
         nodes[child, SOURCES] |= SOURCE_BIGRAM
     return size

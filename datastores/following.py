@@ -59,6 +59,9 @@ class FollowingCollection:
     on_change: called, in whichever thread, when something else can be found.
     """
 
+    background_error: str | None = None
+    """No files are written: nothing fails."""
+
     def __init__(
         self,
         folder: Folder,

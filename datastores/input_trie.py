@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numba import njit
 
+from . import columns as col
 from .config import DatastoreError, RetrievalConfig
 
 _MIN_CAPACITY = 256
@@ -84,8 +85,8 @@ class InputTrie:
             new,
         )
         self._size += new.size
-        self._row[3] = self._size
-        self._row[4] = self.prompt_tokens
+        self._row[col.SEEN_SIZE] = self._size
+        self._row[col.PROMPT_SIZE] = self.prompt_tokens
 
     def _grow(self, capacity: int) -> None:
         kept = self._tokens[: self._size]
@@ -96,7 +97,7 @@ class InputTrie:
         # Hash tables with open addressing, at most half full; an entry is a position + 1.
         self._last_one = np.zeros(2 * self._capacity, np.int32)
         self._last_two = np.zeros(2 * self._capacity, np.int32)
-        # What the compiled search needs: addresses of the three arrays, size, prompt's size.
+        # What the compiled search needs, in the order of columns.py: addresses, then sizes.
         self._searched = (self._tokens, self._same_one, self._same_two)
         self._row = np.array([*(array.ctypes.data for array in self._searched), 0, 0], np.int64)
         self._size = 0

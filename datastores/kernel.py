@@ -3,6 +3,7 @@
 import numpy as np
 from numba import njit
 
+from . import columns as col
 from .draft_tree import (
     INPUT,
     SOURCE_LIVE,
@@ -124,51 +125,76 @@ def _retrieve_one(call_at, request, workspace_at, zero):
     call = vector_at(call_at, np.int64)
     workspace = vector_at(workspace_at, np.int64)
     limits = vector_at(call[_LIMITS], np.int64)
-    prefix, longest, max_branch = limits[0], limits[1], limits[2]
-    max_samples, max_input, max_scan, min_matches = limits[3], limits[4], limits[5], limits[6]
+    prefix, longest = limits[col.PREFIX_LENGTH], limits[col.MAX_MATCH_LENGTH]
+    max_branch = limits[col.BRANCH_LENGTH]
+    max_samples, max_input = limits[col.MAX_SAMPLES], limits[col.MAX_INPUT_SAMPLES]
+    max_scan, min_matches = limits[col.MAX_INPUT_SCAN], limits[col.MIN_MATCHES]
     length_weights = matrix_at(call[_LENGTH_WEIGHTS], longest + 1, np.float64)
     novelty = matrix_at(call[_NOVELTY], longest + max_branch + 1, np.float64)
-    tree = (workspace[0], workspace[1], workspace[2], workspace[3], workspace[14])
-    draft = (workspace[6], workspace[7], workspace[8], workspace[9])
-    row = vector_at(call[_ROWS] + 40 * request, np.int64)
-    share = vector_at(call[_SHARES] + 16 * request, np.int64)
-    seen_at, size, prompt_size = row[0], row[3], row[4]
+    tree = (
+        workspace[col.NODES_AT], workspace[col.WEIGHTS_AT], workspace[col.KEYS_AT],
+        workspace[col.CHILDREN_AT], workspace[col.SLOTS],
+    )  # fmt: skip
+    draft = (
+        workspace[col.DRAFT_TOKENS_AT], workspace[col.DRAFT_PARENTS_AT],
+        workspace[col.DRAFT_PROBS_AT], workspace[col.DRAFT_SOURCES_AT],
+    )  # fmt: skip
+    row = vector_at(call[_ROWS] + col.TRIE_BYTES * request, np.int64)
+    share = vector_at(call[_SHARES] + col.SHARE_BYTES * request, np.int64)
+    seen_at, size, prompt_size = row[col.SEEN_AT], row[col.SEEN_SIZE], row[col.PROMPT_SIZE]
     budget = vector_at(call[_BUDGETS], np.int64)[request]
     drafted = np.int64(0)
     if size > 0 and budget > 0:
         branch = min(max_branch, budget)  # no node of a draft is deeper than its size
-        texts = (seen_at, prompt_size, call[_SEGMENTS] + 56 * share[0], call[_SEPARATOR])
+        segments_at = call[_SEGMENTS] + col.SEGMENT_BYTES * share[col.FIRST_SEGMENT]
+        texts = (seen_at, prompt_size, segments_at, call[_SEPARATOR])
         clear_tree(tree)
-        found = vector_at(workspace[10], np.int32)
-        lengths = vector_at(workspace[10] + 4 * max_input, np.int32)
-        n = find_occurrences(
-            array_at(seen_at, size, np.int32),
-            vector_at(row[1], np.int32),
-            vector_at(row[2], np.int32),
-            longest, max_input, max_scan, found, lengths,
-            matrix_at(workspace[10] + 8 * max_input, max_input + 1, np.int32),
+        nodes, n = _fold_input(
+            tree, texts, zero, row, size, longest, max_input, max_scan, branch, length_weights,
+            workspace[col.OCCURRENCES_AT],
         )  # fmt: skip
-        nodes = np.int64(1)
-        for k in range(n):
-            length, start = np.int64(lengths[k]), np.int64(found[k])
-            nodes = fold(
-                tree, nodes, texts, zero, INPUT, seen_at, np.int32(0), start,
-                min(start + branch, size), length, length_weights[0, length], k, SOURCE_PROMPT,
-            )  # fmt: skip
-        if share[1] > 0 and max_samples > 0:
+        if share[col.SEGMENTS] > 0 and max_samples > 0:
             nodes = _fold_datastore(
-                tree, nodes, texts, zero, size, share[1], n, prefix, longest, call[_BITS],
-                call[_PER_KEY], branch, max_samples, min_matches, length_weights,
-                workspace[11], workspace[12], workspace[13],
+                tree, nodes, texts, zero, size, share[col.SEGMENTS], n, prefix, longest,
+                call[_BITS], call[_PER_KEY], branch, max_samples, min_matches, length_weights,
+                workspace[col.INTERVALS_AT], workspace[col.SEARCHES_AT], workspace[col.SAMPLES_AT],
             )  # fmt: skip
         drafted = draft_best_first(
             tree, nodes, texts, zero, vector_at(call[_WEIGHTS], np.float64), length_weights,
             novelty, _bigrams_after(call, np.int64(load(seen_at, size - 1, np.int32(0)))),
-            vector_at(call[_MIN_PROB], np.float64)[0], budget, workspace[4], workspace[5], draft,
+            vector_at(call[_MIN_PROB], np.float64)[0], budget,
+            workspace[col.HEAP_PROBS_AT], workspace[col.HEAP_KEYS_AT], draft,
         )  # fmt: skip
     if atomic_add(call_at + 8 * (CALL_SIZE + request), 1) == 0:
         _place(call, request, drafted, draft)
         atomic_add(call_at + 8 * _PLACED, 1)
+
+
+@njit(cache=True, nogil=True)
+def _fold_input(
+    tree, texts, zero, row, size, longest, max_input, max_scan, branch, length_weights,
+    occurrences_at,
+):  # fmt: skip
+    """Folds continuations of what the request has seen; the tree's size, and how many they are."""
+    seen_at = texts[0]
+    found = vector_at(occurrences_at, np.int32)
+    lengths = vector_at(occurrences_at + 4 * max_input, np.int32)
+    n = find_occurrences(
+        array_at(seen_at, size, np.int32),
+        vector_at(row[col.SAME_ONE_AT], np.int32),
+        vector_at(row[col.SAME_TWO_AT], np.int32),
+        longest, max_input, max_scan, found, lengths,
+        matrix_at(occurrences_at + 8 * max_input, max_input + 1, np.int32),
+    )  # fmt: skip
+    nodes = np.int64(1)
+    for k in range(n):
+        length, start = np.int64(lengths[k]), np.int64(found[k])
+        nodes = fold(
+            tree, nodes, texts, zero, INPUT, seen_at, np.int32(0), start,
+            min(start + branch, size), length, length_weights[col.OF_INPUT, length], k,
+            SOURCE_PROMPT,
+        )  # fmt: skip
+    return nodes, n
 
 
 @njit(cache=True, nogil=True)
@@ -201,7 +227,7 @@ def _fold_datastore(
     its interval.
     """
     seen_at, _, segments_at, separator = texts
-    segments = matrix_at(segments_at, 7, np.int64)
+    segments = matrix_at(segments_at, col.SEGMENT_COLUMNS, np.int64)
     seen = vector_at(seen_at, np.int32)
     # Ids that the datastore cannot hold match nothing; the separator is the first of them.
     context = max(0, size - longest)
@@ -222,10 +248,12 @@ def _fold_datastore(
                 separator, bits, per_key, zero, intervals_at, searches_at,
             )  # fmt: skip
         length = query_size - start
-        intervals = matrix_at(intervals_at + 16 * start * num_segments, 2, np.int64)
+        intervals = matrix_at(
+            intervals_at + col.INTERVAL_BYTES * start * num_segments, col.INTERVAL_COLUMNS, np.int64
+        )
         total = 0
         for s in range(num_segments):
-            total += max(0, intervals[s, 1] - intervals[s, 0])
+            total += max(0, intervals[s, col.BEHIND] - intervals[s, col.FIRST])
         if total > matches:
             samples = min(left, total)
             share = total / samples
@@ -234,7 +262,7 @@ def _fold_datastore(
                 s, position = sampled[2 * k], sampled[2 * k + 1]
                 if position < 0:
                     continue
-                tokens_at = segments[s, 0]
+                tokens_at = segments[s, col.TOKENS_AT]
                 if start > 0 and matches > 0 and position > 0:
                     before = np.int64(load(tokens_at, position - 1, zero))
                     if before == seen[query + start - 1]:
@@ -246,8 +274,9 @@ def _fold_datastore(
                     reach = _match_length(seen, context, size, tokens_at, end, length, zero)
                 nodes = fold(
                     tree, nodes, texts, zero, s, tokens_at, zero, end,
-                    min(end + branch, segments[s, 1]), reach, share * length_weights[1, reach],
-                    number, SOURCE_LIVE if segments[s, 6] != 0 else SOURCE_STATIC,
+                    min(end + branch, segments[s, col.NUM_TOKENS]), reach,
+                    share * length_weights[col.OF_DATASTORE, reach],
+                    number, SOURCE_LIVE if segments[s, col.IS_LIVE] != 0 else SOURCE_STATIC,
                 )  # fmt: skip
                 number += 1
         matches = total
@@ -263,22 +292,22 @@ def _sample(segments, zero, intervals, length, total, samples, branch, sampled):
     skipped = np.int64(0)  # matches in the sub-indices before s
     for k in range(samples):
         rank = (2 * k + 1) * total // (2 * samples)
-        while rank - skipped >= max(0, intervals[s, 1] - intervals[s, 0]):
-            skipped += max(0, intervals[s, 1] - intervals[s, 0])
+        while rank - skipped >= max(0, intervals[s, col.BEHIND] - intervals[s, col.FIRST]):
+            skipped += max(0, intervals[s, col.BEHIND] - intervals[s, col.FIRST])
             s += 1
-        at = intervals[s, 0] + rank - skipped
+        at = intervals[s, col.FIRST] + rank - skipped
         sampled[2 * k] = s
         sampled[2 * k + 1] = at
-        prefetch(segments[s, 2], at, np.int32(0))
+        prefetch(segments[s, col.SUFFIXES_AT], at, np.int32(0))
     for k in range(samples):
         s = sampled[2 * k]
-        position = np.int64(load(segments[s, 2], sampled[2 * k + 1], np.int32(0)))
+        position = np.int64(load(segments[s, col.SUFFIXES_AT], sampled[2 * k + 1], np.int32(0)))
         # Only a damaged file has positions where there are no tokens.
-        if position < 0 or position + length > segments[s, 1]:
+        if position < 0 or position + length > segments[s, col.NUM_TOKENS]:
             position = np.int64(-1)
         else:
-            prefetch(segments[s, 0], position - 1, zero)
-            prefetch(segments[s, 0], position + length + branch - 1, zero)
+            prefetch(segments[s, col.TOKENS_AT], position - 1, zero)
+            prefetch(segments[s, col.TOKENS_AT], position + length + branch - 1, zero)
         sampled[2 * k + 1] = position
 
 

@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 class MemoryCollection:
     """Documents by namespace, lost with the process. Thread-safe."""
 
+    background_error: str | None = None
+    """No files are written: nothing fails."""
+
     def __init__(
         self,
         vocab_size: int,

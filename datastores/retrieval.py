@@ -13,6 +13,7 @@ from typing import overload
 
 import numpy as np
 
+from . import columns as col
 from .bigrams import Bigrams
 from .config import DatastoreError, RetrievalConfig
 from .draft_tree import SOURCE_BIGRAM, SOURCE_LIVE, SOURCE_PROMPT, SOURCE_SELF_OUTPUT, SOURCE_STATIC
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 _MAX_NODES = 1 << 16
-_NO_SEGMENTS = np.empty((0, 7), np.int64)
+_NO_SEGMENTS = np.empty((0, col.SEGMENT_COLUMNS), np.int64)
 _DEFAULT_CONFIG = RetrievalConfig()
 _NO_BIGRAMS = Bigrams(np.empty((0, 1), np.int32), np.empty((0, 1), np.float32))
 # Fewer requests than this are not worth waking a thread for.
@@ -68,8 +69,7 @@ class Draft:
     probs: np.ndarray
     """float32[n], estimated probability that the target's output passes through the node."""
     sources: np.ndarray
-    """int8[n], where the node was seen: a sum of SOURCE_PROMPT (1), SOURCE_SELF_OUTPUT (2),
-    SOURCE_LIVE (4), SOURCE_STATIC (8) and SOURCE_BIGRAM (64)."""
+    """int8[n], where the node was seen: bits of Origin."""
 
     def __len__(self) -> int:
         return self.tokens.size
@@ -132,25 +132,44 @@ def retrieve(
     config = config or _DEFAULT_CONFIG
     batch = len(tries)
     budgets, width = _budgets(max_nodes, batch)
-    drafts = Drafts(
+    drafts = _empty_drafts(batch, width)
+    if width > 0:
+        table, least = bigrams or _NO_BIGRAMS, np.array([min_prob], np.float64)
+        _fill(drafts, tries, snapshots, budgets, config, least, table, threads)
+    return drafts
+
+
+def _empty_drafts(batch: int, width: int) -> Drafts:
+    return Drafts(
         np.empty((batch, width), np.int32),
         np.empty((batch, width), np.int32),
         np.empty((batch, width), np.float32),
         np.empty((batch, width), np.int8),
         np.zeros(batch, np.int64),
     )
-    if width == 0:
-        return drafts
+
+
+def _fill(
+    drafts: Drafts,
+    tries: Sequence[InputTrie],
+    snapshots: Snapshot | Sequence[Snapshot | None] | None,
+    budgets: np.ndarray,
+    config: RetrievalConfig,
+    min_prob: np.ndarray,
+    table: Bigrams,
+    threads: int | None,
+) -> None:
+    """Makes the drafts, in the compiled call. budgets: int64[batch]. min_prob: float64[1]."""
+    batch = len(tries)
     segments, shares, most_segments, separator = _segment_tables(snapshots, batch)
     zero = token_dtype(separator)(0)
     bits, per_key = tokens_per_key(separator)
-    rows = np.empty((batch, 5), np.int64)
+    rows = np.empty((batch, col.TRIE_COLUMNS), np.int64)
     for i, trie in enumerate(tries):
         rows[i] = trie._row
     call = np.zeros(CALL_SIZE + batch, np.int64)
-    arrays = (rows, segments, shares, budgets, np.array([min_prob], np.float64))
+    arrays = (rows, segments, shares, budgets, min_prob)
     # A helper may be interrupted and end after the call: what it reads must still be there.
-    table = bigrams or _NO_BIGRAMS
     kept = (call, arrays, config, drafts, snapshots, [trie._searched for trie in tries], table)
     most = default_threads() if threads is None else threads
     most = min(most, batch // (_SHARED_BATCH // 2)) - 1
@@ -168,7 +187,6 @@ def retrieve(
                 drafts.tokens, drafts.parents, drafts.probs, drafts.sources, drafts.sizes,
                 own_workspace().fit(config, most_segments), np.array(mailboxes, np.int64),
             )  # fmt: skip
-    return drafts
 
 
 def _budgets(max_nodes: Sequence[int] | np.ndarray | int, batch: int) -> tuple[np.ndarray, int]:
@@ -194,10 +212,10 @@ def _segment_tables(
 
     The snapshots must be kept until the search is over: the rows hold addresses.
     """
-    shares = np.zeros((batch, 2), np.int64)
+    shares = np.zeros((batch, col.SHARE_COLUMNS), np.int64)
     if isinstance(snapshots, Snapshot):
         rows = len(snapshots.table)
-        shares[:, 1] = rows
+        shares[:, col.SEGMENTS] = rows
         return snapshots.table, shares, rows, snapshots.separator
     if snapshots is not None and len(snapshots) != batch:
         raise DatastoreError(

@@ -9,6 +9,7 @@ look at several places at once, and ask for what they will read before they need
 import numpy as np
 from numba import njit
 
+from . import columns as col
 from .pointers import array_at, load, matrix_at, prefetch, vector_at
 from .suffix_array import LANDMARK_EVERY
 
@@ -43,7 +44,7 @@ def find_intervals(
     query[start:]. searches_at: of int64[search_rows(num_segments), SEARCH_COLUMNS], scratch. At
     most LENGTHS_AT_ONCE at a time.
     """
-    segments = matrix_at(segments_at, 7, np.int64)
+    segments = matrix_at(segments_at, col.SEGMENT_COLUMNS, np.int64)
     intervals = vector_at(intervals_at, np.int64)
     keys_at = searches_at
     searches_at += 8 * SEARCH_COLUMNS * 2 * LENGTHS_AT_ONCE
@@ -57,30 +58,31 @@ def find_intervals(
             known = min(per_key, query_size - start)
             active = _note_searches(
                 segments, s, start, known == query_size - start, keys_at, key, known < per_key,
-                intervals, 2 * (start * num_segments + s), searches, active,
+                intervals, col.INTERVAL_COLUMNS * (start * num_segments + s), searches, active,
             )  # fmt: skip
             key += 1 + (known < per_key)
     while active > 0:
         for i in range(active):
             s = searches[i, _SEGMENT]
             low, high = searches[i, _LOW], searches[i, _HIGH]
-            suffixes = vector_at(segments[s, 2], np.int32)
+            suffixes = vector_at(segments[s, col.SUFFIXES_AT], np.int32)
             for p in range(_PROBES):
                 position = np.int64(suffixes[_probe(low, high, p)])
                 searches[i, _POSITIONS + p] = position
-                prefetch(segments[s, 0], position, zero)
+                prefetch(segments[s, col.TOKENS_AT], position, zero)
         kept = extra = 0
         for i in range(active):
             s, start, end = searches[i, _SEGMENT], searches[i, _START], searches[i, _END]
             low, high = searches[i, _LOW], searches[i, _HIGH]
             old_low, old_high = low, high
             left, right = 0, _PROBES
-            interval = 2 * (start * num_segments + s)
+            interval = col.INTERVAL_COLUMNS * (start * num_segments + s)
             while left < right:
                 p = (left + right) >> 1
                 order = _compare_prefix(
-                    segments[s, 0], segments[s, 1], searches[i, _POSITIONS + p],
-                    query_at + 4 * start, query_size - start, separator, zero,
+                    segments[s, col.TOKENS_AT], segments[s, col.NUM_TOKENS],
+                    searches[i, _POSITIONS + p], query_at + 4 * start, query_size - start,
+                    separator, zero,
                 )  # fmt: skip
                 middle = _probe(old_low, old_high, p)
                 if order == 0 and end == _BOTH:
@@ -91,7 +93,7 @@ def find_intervals(
                         )
                         extra += 1
                     else:
-                        intervals[interval + 1] = high
+                        intervals[interval + col.BEHIND] = high
                 if order < 0 or (order == 0 and end == _UPPER):
                     low = middle + 1
                     left = p + 1
@@ -105,7 +107,7 @@ def find_intervals(
                 if end != _UPPER:
                     intervals[interval] = low
                 if end != _LOWER:
-                    intervals[interval + 1] = low
+                    intervals[interval + col.BEHIND] = low
         for i in range(extra):
             for column in range(_POSITIONS):
                 searches[kept + i, column] = searches[active + i, column]
@@ -142,9 +144,9 @@ def _search_landmarks(segments, s, count, keys_at):
     Halves the array without branches, for all keys in step, and asks three halvings ahead for
     what they may read; once little is left, for all of it.
     """
-    landmarks_at = segments[s, 4]
+    landmarks_at = segments[s, col.LANDMARKS_AT]
     bases = matrix_at(keys_at, SEARCH_COLUMNS, np.int64)
-    size = segments[s, 5]
+    size = segments[s, col.NUM_LANDMARKS]
     for i in range(count):
         bases[i, _BASE] = 0
     while size > LANDMARK_EVERY:
@@ -186,8 +188,8 @@ def _note_searches(
     segments, s, start, key_is_all, keys_at, key, two, intervals, interval, searches, active
 ):
     """Notes what the landmarks leave to be searched; returns how many searches there are now."""
-    landmarks = array_at(segments[s, 4], segments[s, 5], np.uint64)
-    num_suffixes = segments[s, 3]
+    landmarks = array_at(segments[s, col.LANDMARKS_AT], segments[s, col.NUM_LANDMARKS], np.uint64)
+    num_suffixes = segments[s, col.NUM_SUFFIXES]
     bases = matrix_at(keys_at, SEARCH_COLUMNS, np.int64)
     keys = matrix_at(keys_at, SEARCH_COLUMNS, np.uint64)
     lower, upper = bases[key, _BASE], bases[key + two, _BASE]
@@ -198,7 +200,7 @@ def _note_searches(
         if low < high:
             _note_search(segments, searches, active, low, high, _BOTH, start, s)
             return active + 1
-        intervals[interval] = intervals[interval + 1] = high
+        intervals[interval] = intervals[interval + col.BEHIND] = high
         return active
     # The landmarks between the two begin with the query.
     if low < lower * LANDMARK_EVERY:
@@ -211,7 +213,7 @@ def _note_searches(
         _note_search(segments, searches, active, low, high, _UPPER, start, s)
         active += 1
     else:
-        intervals[interval + 1] = high
+        intervals[interval + col.BEHIND] = high
     return active
 
 
@@ -225,11 +227,11 @@ def _note_search(segments, searches, i, low, high, end, start, s):
     searches[i, _SEGMENT] = s
     if high - low <= LANDMARK_EVERY:
         for at in range(low, high, _LINE // 4):
-            prefetch(segments[s, 2], at, np.int32(0))
-        prefetch(segments[s, 2], (high - 1), np.int32(0))
+            prefetch(segments[s, col.SUFFIXES_AT], at, np.int32(0))
+        prefetch(segments[s, col.SUFFIXES_AT], (high - 1), np.int32(0))
     else:
         for p in range(_PROBES):
-            prefetch(segments[s, 2], _probe(low, high, p), np.int32(0))
+            prefetch(segments[s, col.SUFFIXES_AT], _probe(low, high, p), np.int32(0))
 
 
 @njit(cache=True, nogil=True)

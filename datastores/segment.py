@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .columns import SEGMENT_COLUMNS
 from .suffix_array import make_landmarks, merge_suffix_arrays, suffix_sort, token_dtype
 
 _MERGE_STEPS = 1 << 16
@@ -52,7 +53,7 @@ class Segment:
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
-        """Address and size of tokens, suffixes and landmarks."""
+        """Address and size of tokens, suffixes and landmarks, in the order of columns.py."""
         arrays = (self.tokens, self.suffixes, self.landmarks)
         return tuple(n for array in arrays for n in (array.ctypes.data, array.size))
 
@@ -77,9 +78,9 @@ class Snapshot:
 
     @cached_property
     def table(self) -> np.ndarray:
-        """int64[segments, 7]: address and size of tokens, suffixes, landmarks; 1 if live."""
+        """int64[segments, SEGMENT_COLUMNS]: a sub-index each, as columns.py names it."""
         rows = [(*s.addresses, i >= len(self.static)) for i, s in enumerate(self.segments)]
-        return np.array(rows, np.int64).reshape(len(rows), 7)
+        return np.array(rows, np.int64).reshape(len(rows), SEGMENT_COLUMNS)
 
 
 def document_digest(name: str) -> bytes:
@@ -142,7 +143,7 @@ def merge(older: Segment, newer: Segment, separator: int) -> Segment:
 
 
 def documents_of(segment: Segment) -> Iterator[Document]:
-    """Its documents, oldest first."""
+    """The documents of a segment, oldest first."""
     lengths = document_lengths(segment)
     for row, length in zip(segment.documents, lengths, strict=True):
         start = int(row["start"])

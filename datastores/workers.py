@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numba import njit, types
 
+from . import columns as col
 from .bigrams import MOST_FOLLOWERS
 from .config import RetrievalConfig
 from .draft_tree import NODE_COLUMNS, WEIGHT_COLUMNS
@@ -25,9 +26,9 @@ class Workspace:
         self._table = np.empty(0, np.int64)
 
     def fit(self, config: RetrievalConfig, segments: int) -> np.ndarray:
-        """int64[15]: addresses of arrays large enough for these limits and so many sub-indices.
+        """int64[WORKSPACE_COLUMNS]: addresses of arrays large enough for so many sub-indices.
 
-        In the order of _arrays(), last the slots of the hash table.
+        In the order of columns.py and of _arrays(), last the slots of the hash table.
         """
         limits = (
             config.prefix_length,
@@ -39,7 +40,7 @@ class Workspace:
         if limits != self._limits or segments > self._segments:
             self._limits, self._segments = limits, max(2 * segments, 8)
             self._arrays = _arrays(*limits, self._segments)
-            slots = self._arrays[3].size
+            slots = self._arrays[col.CHILDREN_AT].size
             self._table = np.array([*(a.ctypes.data for a in self._arrays), slots], np.int64)
         return self._table
 
@@ -61,7 +62,7 @@ def _arrays(
         np.empty(capacity, np.float32),  # probabilities
         np.empty(capacity, np.int8),  # and sources
         np.empty(2 * inputs + (longest + 1) * (inputs + 1), np.int32),  # input occurrences
-        np.empty((prefix, segments, 2), np.int64),  # intervals
+        np.empty((prefix, segments, col.INTERVAL_COLUMNS), np.int64),
         np.empty((search_rows(segments), SEARCH_COLUMNS), np.int64),
         np.empty((2, samples), np.int64),  # samples: sub-indices and positions
     )

@@ -11,11 +11,12 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from datastores.origins import Origin
+
 NO_PARENT = -1
-# Bits of TokenTree.sources beside those of `datastores`: a session's last output, as it was and
-# realigned.
-SOURCE_PREVIOUS = 16
-SOURCE_REALIGNED = 32
+# Bits of TokenTree.sources that `datastores` does not set itself.
+SOURCE_PREVIOUS = int(Origin.PREVIOUS_OUTPUT)
+SOURCE_REALIGNED = int(Origin.REALIGNED)
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class TokenTree:
         parents: int32[n], the index of each node's parent in these arrays; -1 is the root.
         probs: float32[n], the drafter's estimate that the target's output passes through the
             node (the product along its path, so it never grows from parent to child).
-        sources: int8[n], a bit mask of where each node comes from (datastores' SOURCE_ bits);
+        sources: int8[n], a bit mask of where each node comes from (bits of `Origin`);
             None: the drafter does not say.
     """
 

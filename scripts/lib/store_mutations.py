@@ -76,7 +76,7 @@ def templates(folder: Path) -> list[tuple[Path, Known]]:
                 # Damage may take the deletion and leave the document: it is right data then.
                 documents.add(("gone", (9, 9, 9)))
                 store.add((9, 9, 9), "gone", name="gone")
-                store._live._logs.delete("gone", None, lambda deletion: None)  # type: ignore
+                store._served._logs.delete("gone", None, lambda deletion: None)  # type: ignore
         made.append((path, Known(frozenset(documents), frozenset(texts), outside)))
     return made
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tree import SOURCE_PREVIOUS, SOURCE_REALIGNED, TokenTree
+from datastores.origins import Origin
+from sglang_ext.tree import TokenTree
 
 if TYPE_CHECKING:
     from datastores import DatastoreInfo
@@ -17,12 +18,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = "sglang_ext:"
-# Bits of TokenTree.sources, as datastores.retrieval and drafters set them. A node that several
-# sources proposed counts for each of them.
-SOURCES = {
-    1: "prompt", 2: "self_output", 4: "live", 8: "static",
-    SOURCE_PREVIOUS: "previous_output", SOURCE_REALIGNED: "realigned", 64: "bigram",
-}  # fmt: skip
+# Bits of TokenTree.sources. A node that several sources proposed counts for each of them.
+SOURCES = {int(origin): name.lower() for name, origin in Origin.__members__.items()}
 _STEP_KINDS = {
     "plain": "Decode steps without drafts.",
     "verify": "Steps that verified drafts.",

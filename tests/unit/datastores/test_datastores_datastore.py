@@ -193,7 +193,7 @@ def test_one_document_is_deleted_by_its_name() -> None:
 def test_a_deletion_takes_what_is_being_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch is in the ingest thread's hands when the deletion comes."""
     with Datastore(VOCAB, live_interval=0.0) as store:
-        live = store._live._live  # type: ignore[union-attr]
+        live = store._served._live  # type: ignore[attr-defined]
         sorting, go_on = threading.Event(), threading.Event()
         absorb = live._absorb_small
 
@@ -225,7 +225,7 @@ def test_close_ingests_what_is_left_and_refuses_more() -> None:
 def test_flush_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with Datastore(VOCAB) as store:
         go_on = threading.Event()
-        live = store._live._live  # type: ignore[union-attr]
+        live = store._served._live  # type: ignore[attr-defined]
         ingest = live._ingest_batch
         monkeypatch.setattr(live, "_ingest_batch", lambda batch: (go_on.wait(20), ingest(batch)))
         store.add([1, 2])
@@ -242,7 +242,7 @@ def test_a_failed_thread_is_told_to_callers(monkeypatch: pytest.MonkeyPatch) -> 
     def fail(batch: list) -> None:
         raise MemoryError("no room")
 
-    live = store._live._live  # type: ignore[union-attr]
+    live = store._served._live  # type: ignore[attr-defined]
     monkeypatch.setattr(live, "_ingest_batch", fail)
     store.add([1])
     with pytest.raises(DatastoreError, match="no room"):
@@ -340,7 +340,7 @@ def test_retrieval_does_not_wait_for_building() -> None:
     release = threading.Event()
 
     def hold() -> None:
-        with store._live._live._changed, store._lock:  # type: ignore[union-attr]
+        with store._served._live._changed, store._lock:  # type: ignore[attr-defined]
             held.set()
             release.wait(20)
 

@@ -157,7 +157,7 @@ def test_a_deletion_that_was_cut_short_goes_on_after_a_restart(
     def fail(job):
         raise DatastoreError("no space left")
 
-    monkeypatch.setattr(store._live._worker, "run", fail)  # type: ignore[union-attr]
+    monkeypatch.setattr(store._served._worker, "run", fail)  # type: ignore[attr-defined]
     with pytest.raises(DatastoreError, match="not from all files yet: no space left"):
         store.delete_namespace("a")
     assert drafted(store, secret[:8].tolist(), "a") == set()
@@ -176,7 +176,7 @@ def test_a_full_disk_drops_documents_and_says_so(
     write = os.write
     with opened(tmp_path / "d") as store:
         store.add([1, 100])
-        log = store._live._logs._writer._file  # type: ignore[union-attr]
+        log = store._served._logs._writer._file  # type: ignore[attr-defined]
 
         def full(descriptor: int, data) -> int:
             if descriptor != log:
@@ -203,7 +203,7 @@ def test_a_fold_that_fails_is_tried_again_and_loses_nothing(
 ) -> None:
     monkeypatch.setattr("datastores.durable._RETRY_SECONDS", 0.1)
     with opened(tmp_path / "d") as store:
-        worker = store._live._worker  # type: ignore[union-attr]
+        worker = store._served._worker  # type: ignore[attr-defined]
         run, calls = worker.run, []
 
         def fail_once(job):
@@ -227,7 +227,7 @@ def test_the_folding_process_may_be_killed(tmp_path: Path, monkeypatch: pytest.M
     with opened(tmp_path / "d") as store:
         store.add([1, 2, 3])
         store.fold(60)
-        process = store._live._worker._process  # type: ignore[union-attr]
+        process = store._served._worker._process  # type: ignore[attr-defined]
         assert process is not None
         process.send_signal(signal.SIGKILL)
         process.wait()

@@ -144,7 +144,7 @@ def test_a_log_that_the_disk_did_not_confirm_is_written_anew(
     """Nothing is read back from a file whose pages may be lost."""
     with opened(tmp_path / "d") as store:
         store.add([1, 2, 3], namespace="a", name="r")
-        logs = store._live._logs  # type: ignore[union-attr]
+        logs = store._served._logs  # type: ignore[attr-defined]
         path = logs.path(logs.current)
         healthy = failing(monkeypatch, "fdatasync", errno.EIO)
         logs.rotate()
@@ -161,10 +161,10 @@ def test_a_deletion_that_takes_too_long_says_so(
         store.add([1, 2, 3])
         store.fold(60)
         free = threading.Event()
-        run = store._live._worker.run  # type: ignore[union-attr]
-        monkeypatch.setattr(store._live._worker, "run", lambda job: free.wait(60) and run(job))
+        run = store._served._worker.run  # type: ignore[attr-defined]
+        monkeypatch.setattr(store._served._worker, "run", lambda job: free.wait(60) and run(job))
         with pytest.raises(DeletionPending, match=r"more than 0.05 s"):
-            store._live.delete("default", None, timeout=0.05)  # type: ignore[call-arg]
+            store._served.delete("default", None, timeout=0.05)  # type: ignore[call-arg]
         free.set()
         store.delete_namespace("default")
 

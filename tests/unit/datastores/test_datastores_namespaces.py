@@ -72,7 +72,7 @@ def test_deleting_one_request_looks_closely_at_its_own_part_only(
         for namespace, document in batch():
             store.add(document.tokens, namespace=namespace, name=f"r{namespace[1:]}")
         store.flush(20)
-        live = store._live._live  # type: ignore[union-attr]
+        live = store._served._live  # type: ignore[attr-defined]
         before = dict(live.segments)
         lengths = counted(monkeypatch, "document_lengths")
         assert store.delete_document("r7") == 30

@@ -91,14 +91,14 @@ def test_a_deletion_empties_a_namespace_s_part_of_the_queue(may_sort: threading.
 def test_a_namespace_that_floods_the_log_leaves_room_for_others(tmp_path: Path) -> None:
     options = {"live_share": 0.5, "fold_tokens": 1 << 30, "fold_interval": 86400}
     with Datastore.open(tmp_path / "d", vocab_size=VOCABULARY, **options) as store:
-        logs = store._live._logs
+        logs = store._served._logs
         logs._unfolded = Room(1000, 0.5)
         assert taken(store, "greedy", 100) == 12
         assert taken(store, "small", 3) == 3
         assert store.info().unfolded_tokens == 600
     with Datastore.open(tmp_path / "d", vocab_size=VOCABULARY, **options) as store:
         assert store.info().unfolded_tokens == 600  # counted again by namespace
-        logs = store._live._logs
+        logs = store._served._logs
         assert logs._unfolded._held == {"greedy": 480, "small": 120}
         store.fold(60)
         assert store.info().unfolded_tokens == 0 and not logs._unfolded._held
