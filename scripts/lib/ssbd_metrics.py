@@ -19,16 +19,16 @@ Assumptions, where the papers leave a choice:
   those of a stream's first update included, which has no draft; the end token is not counted.
 """
 
-import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import sacrebleu
 
 from scripts.lib.ssbd_streams import Update, is_unspaced
+from sglang_ext.captions.session_summary import Erasure
+from sglang_ext.captions.session_summary import common_prefix as common_prefix
 
 Tokenize = Callable[[str], list[str]]
 Decode = Callable[[Sequence[int]], str]
@@ -53,22 +53,16 @@ class Ratio:
         return self.part / self.whole if self.whole else 0.0
 
 
-def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many items two sequences have in common at their beginning."""
-    shorter = min(len(a), len(b))
-    return next((i for i in range(shorter) if a[i] != b[i]), shorter)
-
-
 def erasure(shown: Sequence[Sequence[str]]) -> Ratio:
     """One stream's NE: tokens erased by tokens of the last output.
 
     Args:
         shown: the tokens on display after each update.
     """
-    erased = sum(
-        len(before) - common_prefix(before, after) for before, after in itertools.pairwise(shown)
-    )
-    return Ratio(erased, len(shown[-1]) if shown else 0)
+    counted = Erasure()
+    for number, tokens in enumerate(shown, start=1):
+        counted.show(0, tokens, final=number == len(shown))
+    return Ratio(counted.erased, counted.words)
 
 
 def displayed(

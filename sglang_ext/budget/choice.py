@@ -85,7 +85,7 @@ class Calibration:
     accepted: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(_BINS))
 
     def for_request(self) -> "Calibration":
-        """A fresh one that starts from this one's answers and turns sooner."""
+        """A calibration for one request: it starts from this one's answers and turns sooner."""
         return Calibration(parent=self, weight=30.0, memory=180.0)
 
     def __call__(self, probs: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
@@ -231,25 +231,14 @@ def choose_width(
         padded_batch: requests that the graph runs, padding included; None: as many as there are.
         most_tokens: of a pass that verifies; 0: as many as pay.
     """
-    bs = len(probs)
-    rows = padded_batch or bs
-    wide = np.array(
-        [w for w in sorted(widths) if w > 1 and (not most_tokens or rows * w <= most_tokens)],
-        dtype=np.int64,
-    )
+    rows, none = padded_batch or len(probs), Choice(np.zeros(len(probs), dtype=np.int64))
+    most = most_tokens or float("inf")
+    wide = np.array([w for w in sorted(widths) if w > 1 and rows * w <= most], dtype=np.int64)
     sizes = np.array([len(p) for p in probs], dtype=np.int64)
     if not len(wide) or not sizes.any():
-        return Choice(np.zeros(bs, dtype=np.int64))
+        return none
     flat = np.concatenate(probs)
-    starts = np.cumsum(sizes) - sizes
-    ends = starts + np.minimum(sizes, wide[:, None] - 1)  # int64[widths, bs]
-
-    def tokens(each: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """float64[widths, bs], those that each request gets in a step."""
-        sums = np.concatenate([[0.0], np.cumsum(each)])
-        return 1.0 + sums[ends] - sums[starts]
-
-    gains = np.exp(np.log(tokens(flat**CAUTION)).mean(axis=1))
+    gains = np.exp(np.log(_tokens_by_width(flat**CAUTION, sizes, wide)).mean(axis=1))
     held = float(sum(contexts))
     read = np.asarray(held * (1.0 + cost.node_reads * (wide - 1)), dtype=np.float64)
     seconds = cost.verify_costs(rows * wide, read)
@@ -257,8 +246,23 @@ def choose_width(
     best = int(np.argmax(gains / (seconds + drafting_s)))
     gain, verify_s = float(gains[best]), float(seconds[best])
     if gain / (verify_s + drafting_s) <= min_gain / (plain_s + drafting_s):
-        return Choice(np.zeros(bs, dtype=np.int64))
-    width = int(wide[best])
-    # One choice, not the best of many: no caution.
-    saved_s = float(tokens(flat)[best].mean()) * plain_s - verify_s
-    return Choice(np.minimum(sizes, width - 1), max(0.0, saved_s), width)
+        return none
+    tokens = float(_tokens_by_width(flat, sizes, wide)[best].mean())
+    saved_s = tokens * plain_s - verify_s  # of one choice, not the best of many: no caution
+    return Choice(np.minimum(sizes, wide[best] - 1), max(0.0, saved_s), int(wide[best]))
+
+
+def _tokens_by_width(
+    probs: npt.NDArray[np.float64], sizes: npt.NDArray[np.int64], wide: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """float64[widths, bs]: tokens that each request is expected to get in a step of each width.
+
+    Args:
+        probs: of all requests' nodes, end to end.
+        sizes: nodes of each request.
+        wide: the widths.
+    """
+    starts = np.cumsum(sizes) - sizes
+    ends = starts + np.minimum(sizes, wide[:, None] - 1)
+    sums = np.concatenate([[0.0], np.cumsum(probs)])
+    return 1.0 + sums[ends] - sums[starts]

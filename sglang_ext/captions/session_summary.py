@@ -2,8 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
+
+
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many items two sequences have in common at their beginning."""
+    shorter = min(len(a), len(b))
+    return next((i for i in range(shorter) if a[i] != b[i]), shorter)
 
 
 class Erasure:
@@ -16,16 +23,14 @@ class Erasure:
     def __init__(self) -> None:
         self.words = 0
         """In the lines that are final."""
-        self._erased = 0
+        self.erased = 0
+        """Words that disappeared from lines."""
         self._lines: dict[int, list[str]] = {}
 
     def show(self, line: int, words: Sequence[str], final: bool) -> None:
         """A line has these words now, and if `final` for ever."""
         before = self._lines.get(line, [])
-        same = 0
-        while same < min(len(before), len(words)) and before[same] == words[same]:
-            same += 1
-        self._erased += len(before) - same
+        self.erased += len(before) - common_prefix(before, words)
         self._lines[line] = list(words)
         if final:
             self.words += len(self._lines.pop(line))
@@ -33,7 +38,7 @@ class Erasure:
     @property
     def value(self) -> float:
         """NE; 0 where there are no words."""
-        return self._erased / self.words if self.words else 0.0
+        return self.erased / self.words if self.words else 0.0
 
 
 @dataclass
