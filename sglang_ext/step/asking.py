@@ -10,7 +10,6 @@ from sglang_ext.drafters import Drafter, overrides
 logger = logging.getLogger(__name__)
 
 _LOGGED_EVERY = 100
-_FAILED = object()
 
 Args = TypeVarTuple("Args")
 Answer = TypeVar("Answer")
@@ -66,13 +65,18 @@ class AskedDrafter:
             if check is not None:
                 check(answer)
         except Exception as error:
-            self._note_failure(hook.__name__, error)
+            self._note_failure(hook, error)
             return default
         return answer
 
     def tell(self, hook: Callable[[*Args], None], *args: *Args) -> bool:
         """Call a hook that answers nothing; whether it went through."""
-        return self.ask(hook, *args, default=_FAILED) is not _FAILED
+        try:
+            hook(*args)
+        except Exception as error:
+            self._note_failure(hook, error)
+            return False
+        return True
 
     def counters(self) -> Mapping[str, float]:
         """The drafter's totals since the start by name; none where it raises."""
@@ -82,14 +86,15 @@ class AskedDrafter:
 
         return self.ask(counters, default={})
 
-    def _note_failure(self, hook: str, error: Exception) -> None:
-        failures = self._failures[hook]
-        self._failures[hook] += 1
+    def _note_failure(self, hook: Callable[..., object], error: Exception) -> None:
+        name = getattr(hook, "__name__", repr(hook))  # a class may have callables without one
+        failures = self._failures[name]
+        self._failures[name] += 1
         if failures % _LOGGED_EVERY == 0:
             logger.error(
                 "drafter %s failed in %s (failure %d): %s: %s",
                 self.name,
-                hook,
+                name,
                 failures + 1,
                 type(error).__name__,
                 error,

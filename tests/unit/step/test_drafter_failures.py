@@ -1,6 +1,7 @@
 """What a drafter's exceptions cost: one call, and never that it drafts from a wrong state."""
 
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
@@ -112,6 +113,15 @@ def test_a_hook_that_raises_once_costs_that_call_and_no_more(hook, undrafted, ca
     begun_anew = hook in ("prefill", "start", "observe")
     assert [completed for _, completed in drafter.finished] == [False] * begun_anew + [True]
     assert drafter.finished[-1][0] == req.output_ids
+
+
+def test_a_hook_without_a_name_is_guarded_too(caplog):
+    class Odd(Recorder):
+        bias = partial(divmod, 1, 0)
+
+    plan = planner(a=Odd(TokenTree.empty()))
+    assert plan.biases(plan.requests.update([request("r", [5])], None)) == [None]
+    assert "drafter a failed in functools.partial" in caplog.text
 
 
 def test_a_request_whose_observe_failed_starts_anew_with_its_whole_output():
