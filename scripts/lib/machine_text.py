@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import json
-import os
 import random
 import sysconfig
 import time
@@ -16,6 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from sglang_ext.models import resolve
+from sglang_ext.models.cache import replace_file
 from sglang_ext.models.store import default_cache_dir
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "text" / "gsm8k_train.jsonl.gz"
@@ -77,9 +77,8 @@ def machine_text(model: str, num_tokens: int) -> Documents:
     made = tokenize_machine(model, num_tokens)
     folder.mkdir(parents=True, exist_ok=True)
     for file, array in ((tokens_file, made.tokens), (starts_file, made.starts)):
-        partial = file.with_suffix(f".{os.getpid()}.npy")
-        np.save(partial, array)
-        partial.rename(file)
+        with replace_file(file) as content:
+            np.save(content, array)
     return made
 
 

@@ -19,6 +19,7 @@ import torch
 
 from sglang_ext.budget.choice import knee, token_grid
 from sglang_ext.budget.cost_model import DELAYED_CUDA, NODE_READS_CUDA, CostModel
+from sglang_ext.models.cache import CachedTable
 from sglang_ext.models.store import default_cache_dir
 from sglang_ext.whisper.encoder_decoder import runs_at_prefill_only
 
@@ -78,22 +79,23 @@ def forward_costs(model: torch.nn.Module, identity: Mapping[str, Any]) -> dict[i
         "device": _device_name(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
     }
-    path = _cache_file(identity)
-    known = _read(path, identity)
+    kept = CachedTable(default_cache_dir() / "knee", identity, ".json", "the cost sweep is")
+    known = kept.read(lambda path: _stored(path, identity)) or {}
     if device.type == "cpu":
         warm_up(model)  # first: a later start measures each count once
     rounds = _LATER_ROUNDS if known.keys() >= set(_counts(device)) else _FIRST_ROUNDS
     costs = measure_forward_cost(model, device, rounds)
     costs = {count: min(s, known.get(count, s)) for count, s in costs.items()}
     if costs != known:
-        _write(path, identity, costs)
+        content = {"for": identity, "I_knee": knee(costs), "seconds": costs}
+        kept.keep(lambda file: file.write((json.dumps(content, indent=2) + "\n").encode()))
     shown = [n for n in costs if n.bit_count() == 1]  # powers of two
     logger.info(
         "sglang-ext forward cost: %s ms for %s tokens, I_knee %d (%s)",
         " / ".join(f"{1e3 * costs[n]:.3g}" for n in shown),
         " / ".join(map(str, shown)),
         knee(costs),
-        path,
+        kept.path,
     )
     return costs
 
@@ -234,27 +236,8 @@ def _device_name(device: torch.device) -> str:
     return device.type
 
 
-def _cache_file(identity: Mapping[str, Any]) -> Path:
-    text = json.dumps(identity, sort_keys=True)
-    return default_cache_dir() / "knee" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-
-
-def _read(path: Path, identity: Mapping[str, Any]) -> dict[int, float]:
-    """The stored costs; empty where there are none that can be used."""
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        stored = json.loads(path.read_text())
-        costs = {int(n): float(s) for n, s in stored["seconds"].items()}
-        if stored["for"] == identity and all(s > 0 for s in costs.values()):
-            return costs
-    return {}
-
-
-def _write(path: Path, identity: Mapping[str, Any], costs: Mapping[int, float]) -> None:
-    content = {"for": dict(identity), "I_knee": knee(costs), "seconds": costs}
-    temporary = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
-        temporary.replace(path)
-    except OSError as error:
-        logger.warning("the cost sweep is not kept for the next start: %s", error)
+def _stored(path: Path, identity: Mapping[str, Any]) -> dict[int, float] | None:
+    """The costs in a file; None where they were measured for something else or cannot be."""
+    stored = json.loads(path.read_text())
+    costs = {int(n): float(s) for n, s in stored["seconds"].items()}
+    return costs if stored["for"] == identity and all(s > 0 for s in costs.values()) else None

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext import options
+from sglang_ext.commands import arguments
 from sglang_ext.disaggregation.cluster import Cluster, ClusterError, Member
 from sglang_ext.disaggregation.transfer import BACKENDS, check_transfer_backend
 from sglang_ext.preflight import PreflightError, check_port
-from sglang_ext.servers.flags import flag_value, whole_number
+from sglang_ext.servers.flags import flag_value
 from sglang_ext.servers.processes import end_as_ctrl_c, free_port
 
 DEFAULT_PORT = 30000
@@ -45,13 +46,13 @@ def add_commands(commands: Any) -> None:
     )
     command.add_argument("--host", default=_HOST, help="the router's address [%(default)s]")
     command.add_argument(
-        "--port", type=_port, default=DEFAULT_PORT, help="the router's port [%(default)d]"
+        "--port", type=arguments.port, default=DEFAULT_PORT, help="the router's port [%(default)d]"
     )
     command.add_argument(
-        "--prefill", type=whole_number, default=1, help="prefill servers [%(default)d]"
+        "--prefill", type=arguments.whole_number, default=1, help="prefill servers [%(default)d]"
     )
     command.add_argument(
-        "--decode", type=whole_number, default=1, help="decode servers [%(default)d]"
+        "--decode", type=arguments.whole_number, default=1, help="decode servers [%(default)d]"
     )
     command.add_argument("--prefill-flags", default="", help="further flags of prefill servers")
     command.add_argument("--decode-flags", default="", help="further flags of decode servers")
@@ -65,7 +66,7 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     command.add_argument("--router-flags", default="", help="further flags of the router")
     command.add_argument(
-        "--restart", type=_switch, default=True, metavar="0|1",
+        "--restart", type=arguments.switch, default=True, metavar="0|1",
         help="start again what ends; 0: stop all with it [1]",
     )  # fmt: skip
     command.add_argument(
@@ -200,15 +201,3 @@ def _model_of(flags: Sequence[str]) -> str | None:
 
 def _say(line: str) -> None:
     print(f"sglang-ext pd: {line}", file=sys.stderr, flush=True)
-
-
-def _port(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 to 65535")
-    return int(text)
-
-
-def _switch(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected 0 or 1")
-    return text == "1"

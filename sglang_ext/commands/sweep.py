@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any
 
+from sglang_ext.commands import arguments
 from sglang_ext.models import ModelError, is_whisper, resolve
-from sglang_ext.servers.flags import flag_value, whole_number
+from sglang_ext.servers.flags import flag_value
 from sglang_ext.servers.processes import end_as_ctrl_c
 from sglang_ext.sweep.methods import AUDIO, RETRANSLATION, TEXT
 from sglang_ext.sweep.plan import Plan
@@ -24,8 +24,6 @@ _CHECKOUT = Path(__file__).parents[2]
 _SHARED = _CHECKOUT.parent / "shared" / "data"
 _FOLDERS = {TEXT: "text", AUDIO: "speech", RETRANSLATION: "parallel"}
 _OWN_DATA = _CHECKOUT / "scripts" / "data"
-
-Number = TypeVar("Number", int, float)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,42 +70,48 @@ def add_commands(commands: Any) -> None:
         help="path, hub id or name of `sglang-ext models list` [%(default)s]",
     )  # fmt: skip
     command.add_argument(
-        "--methods", type=_names, metavar="A,B",
+        "--methods", type=arguments.names, metavar="A,B",
         help="see docs/sweep.md [ar, n-gram peers, SSSD; of a Whisper ar, SpecASR]",
     )  # fmt: skip
     command.add_argument(
-        "--workloads", type=_names, metavar="A,B",
+        "--workloads", type=arguments.names, metavar="A,B",
         help=f"[{_shown(FULL.workloads)}; of a Whisper audio]",
     )  # fmt: skip
     command.add_argument(
-        "--batches", type=_numbers(int), metavar="N,M",
+        "--batches", type=arguments.numbers(int), metavar="N,M",
         help=f"requests in flight; \"\": none [{_shown(FULL.batches)}]",
     )  # fmt: skip
     command.add_argument(
-        "--rates", type=_numbers(float), metavar="X,Y",
+        "--rates", type=arguments.numbers(float), metavar="X,Y",
         help="requests a second, Poisson arrivals [none]",
     )  # fmt: skip
     command.add_argument(
-        "--repeats", type=whole_number, metavar="N", help=f"runs of each point [{FULL.repeats}]"
+        "--repeats",
+        type=arguments.whole_number,
+        metavar="N",
+        help=f"runs of each point [{FULL.repeats}]",
     )
     command.add_argument(
-        "--most-repeats", type=whole_number, metavar="N",
+        "--most-repeats", type=arguments.whole_number, metavar="N",
         help="repeat up to N times where SSSD and AR, or its best peer, are too close to tell "
         "which is faster [as --repeats; --quick: 6]",
     )  # fmt: skip
     command.add_argument(
-        "--minutes", type=_minutes, metavar="X",
+        "--minutes", type=arguments.minutes, metavar="X",
         help="once each point was run, begin no repeat that would end later than this; 0: no "
         "limit [0; --quick: 9]",
     )  # fmt: skip
     command.add_argument(
         "--prompts",
-        type=whole_number,
+        type=arguments.whole_number,
         metavar="N",
         help=f"measured, of each workload [{FULL.prompts}]",
     )
     command.add_argument(
-        "--max-tokens", type=whole_number, metavar="N", help=f"of an output [{FULL.max_tokens}]"
+        "--max-tokens",
+        type=arguments.whole_number,
+        metavar="N",
+        help=f"of an output [{FULL.max_tokens}]",
     )
     command.add_argument(
         "--data", type=Path, metavar="DIR",
@@ -115,7 +119,7 @@ def add_commands(commands: Any) -> None:
         "checkout]",
     )  # fmt: skip
     command.add_argument(
-        "--url", type=_named_url, action="append", default=[], metavar="NAME=URL",
+        "--url", type=arguments.named_url, action="append", default=[], metavar="NAME=URL",
         help="take a running server for plain, ngram, ngram-corpus, sssd, specasr or ssbd instead "
         "of starting one; may be repeated",
     )  # fmt: skip
@@ -397,45 +401,6 @@ def _how_to_go_on(folder: Path) -> str:
         f"What is finished is in {folder}; the same command goes on with it, and "
         f"`sglang-ext sweep report {folder}` shows it."
     )
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(","))
-    if not all(names) or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected different names, comma-separated")
-    return names
-
-
-def _numbers(kind: type[Number]) -> Callable[[str], tuple[Number, ...]]:
-    def parse(text: str) -> tuple[Number, ...]:
-        try:
-            numbers = tuple(kind(part) for part in text.split(",")) if text.strip() else ()
-        except ValueError:
-            numbers = (kind(0),)
-        if len(set(numbers)) < len(numbers) or not all(0 < n < float("inf") for n in numbers):
-            what = "whole numbers from 1" if kind is int else "numbers above 0"
-            raise argparse.ArgumentTypeError(f"{text!r}: expected different {what}, as 1,2,4")
-        return numbers
-
-    return parse
-
-
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = -1.0
-    if not 0.0 <= minutes < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of minutes, 0 for no limit")
-    return minutes
-
-
-def _named_url(text: str) -> tuple[str, str]:
-    name, _, url = text.partition("=")
-    parts = urlsplit(url)
-    if not name or parts.scheme not in ("http", "https") or not parts.netloc:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=http://HOST:PORT")
-    return name, url.rstrip("/")
 
 
 def _shown(values: Sequence[object]) -> str:

@@ -207,13 +207,10 @@ def _write(text: str, output: Path | None, bar: Any) -> None:
             sys.stdout.write(text)
             sys.stdout.flush()
         return
-    # Whole or not at all, also if the disk is full.
-    partial = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(output)
-    finally:
-        partial.unlink(missing_ok=True)
+    from sglang_ext.models.cache import replace_file
+
+    with replace_file(output) as file:
+        file.write(text.encode())
 
 
 @contextlib.contextmanager

@@ -13,9 +13,7 @@ next start goes on. Delete the file to ask afresh.
 import hashlib
 import json
 import logging
-import os
 import time
-import zipfile
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +32,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.utils import require_mlp_sync
 
 from datastores import Bigrams, DatastoreError
+from sglang_ext.models.cache import CachedTable
 from sglang_ext.models.store import default_cache_dir
 
 logger = logging.getLogger(__name__)
@@ -108,8 +107,10 @@ def asked_on(
         most_rows: tokens asked about at once, at most.
     """
     started = time.monotonic()
-    path = _cache_file(identity)
-    tokens, probs = agree(list(_read(path, vocab_size)))
+    folder = default_cache_dir() / "bigrams"
+    kept = CachedTable(folder, identity, ".npz", "the target's bigrams are")
+    known = kept.read(lambda path: _stored(path, vocab_size)) or _nothing(vocab_size)
+    tokens, probs = agree(list(known))
     first = start = int((tokens[:, 0] >= 0).sum())
     rows, pass_s = min(_FIRST_AT_ONCE, most_rows), seconds
     while start < vocab_size:
@@ -125,14 +126,15 @@ def asked_on(
         probs[start:end] = likely.values.cpu().numpy()
         start, pass_s = end, time.monotonic() - asked
     if start > first:
-        _write(path, identity, tokens, probs)
+        made_for = json.dumps(dict(identity))
+        kept.keep(lambda file: np.savez(file, tokens=tokens, probs=probs, made_for=made_for))
     logger.info(
         "sglang-ext bigrams: of %d tokens of %d, %d of them asked in %.1f s (%s)",
         start,
         vocab_size,
         start - first,
         time.monotonic() - started,
-        path,
+        kept.path,
     )
     return Bigrams(tokens, probs)
 
@@ -238,30 +240,18 @@ def _weights_hash(model: torch.nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def _cache_file(identity: Mapping[str, Any]) -> Path:
-    text = json.dumps(dict(identity), sort_keys=True)
-    name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return default_cache_dir() / "bigrams" / f"{name}.npz"
-
-
-def _read(path: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The stored tables; where there are none that can be used, empty ones."""
-    with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, DatastoreError):
-        with np.load(path) as stored:
-            tokens, probs = stored["tokens"], stored["probs"]
+def _stored(path: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """The tables in a file; None where they are of another vocabulary."""
+    with np.load(path) as stored:
+        tokens, probs = stored["tokens"], stored["probs"]
+    with suppress(DatastoreError):
         known = Bigrams(tokens, probs).known
         if tokens.shape == (vocab_size, FOLLOWERS) and (tokens[:known] >= 0).all():
             return tokens, probs
+    return None
+
+
+def _nothing(vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tables in which no token's followers are known."""
     shape = (vocab_size, FOLLOWERS)
     return np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
-
-
-def _write(path: Path, identity: Mapping[str, Any], tokens: np.ndarray, probs: np.ndarray) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            np.savez(file, tokens=tokens, probs=probs, made_for=json.dumps(dict(identity)))
-        temporary.replace(path)
-    except OSError as error:
-        logger.warning("the target's bigrams are not kept for the next start: %s", error)

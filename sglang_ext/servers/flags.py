@@ -1,6 +1,5 @@
 """Reading and replacing flags in a command line that SGLang parses later."""
 
-import argparse
 from collections.abc import Sequence
 
 
@@ -31,14 +30,3 @@ def set_flag(argv: Sequence[str], value: str, *names: str) -> list[str]:
             changed.append(arg)
             replace_next = name in names
     return changed
-
-
-def whole_number(text: str) -> int:
-    """A flag's value, for argparse: a whole number from 1.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1")
-    return int(text)

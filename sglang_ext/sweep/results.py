@@ -17,9 +17,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
+from sglang_ext.models.cache import PARTIAL, replace_file
 from sglang_ext.sweep.plan import Plan, PlanError, Point
 
 PLAN = "sweep.json"
@@ -28,7 +28,6 @@ SERVED_BEFORE = "served_before.jsonl"
 POINTS = "points.jsonl"
 REQUESTS = "requests.jsonl"
 _LOCK = ".lock"
-_PARTIAL = ".partial"
 
 
 class ResultsError(Exception):
@@ -161,8 +160,8 @@ class Results:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Before the lock, so that no folder of anything else gets a file of ours.
-            own = {PLAN, PLAN + _PARTIAL, _LOCK}
-            if not (folder / PLAN).exists() and {p.name for p in folder.iterdir()} - own:
+            others = {p.name for p in folder.iterdir() if p.suffix != PARTIAL} - {PLAN, _LOCK}
+            if not (folder / PLAN).exists() and others:
                 raise ResultsError(f"{folder} is not empty and holds no sweep; choose another")
             lock = FileLock(folder / _LOCK)
             lock.acquire(timeout=0)
@@ -251,12 +250,7 @@ class Results:
     def __enter__(self) -> "Results":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -277,9 +271,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    partial = path.with_name(path.name + _PARTIAL)
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    with replace_file(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
 def _rows(path: Path, kind: type[Row]) -> Iterator[Row]:
@@ -313,9 +306,6 @@ def _append(path: Path, rows: Iterable[Any]) -> None:
 
 def _rewrite(path: Path, rows: Iterable[Any]) -> None:
     """Replace a file's lines, where it exists; `rows` may come from the file itself."""
-    if not path.exists():
-        return
-    partial = path.with_name(path.name + _PARTIAL)
-    partial.unlink(missing_ok=True)
-    _append(partial, rows)
-    partial.replace(path)
+    if path.exists():
+        with replace_file(path) as file:
+            file.writelines(_line(row).encode() for row in rows)

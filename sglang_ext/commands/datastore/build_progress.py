@@ -3,7 +3,6 @@
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import TextIO
 
 from tqdm import tqdm
@@ -83,12 +82,7 @@ class Waiting:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
 

@@ -5,9 +5,11 @@ import os
 import sys
 from collections.abc import Callable
 
+from sglang_ext.commands.arguments import whole_number_to
 from sglang_ext.models import ModelError
 
 ERROR = 2
+_COUNT = whole_number_to(1 << 30)
 
 _BUILD = """\
 Build a datastore in FOLDER from one corpus: everything that the sources hold, tokenized with the
@@ -50,9 +52,16 @@ def add_commands(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser
             epilog=_SOURCES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        _add_build_flags(command)
+        _add_sources(command)
+        _add_limits(command)
         command.set_defaults(func=_guarded(_build))
+    _add_info(commands)
+    _add_merge(commands)
+    _add_verify(commands)
+    _add_delete(commands)
 
+
+def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     info = commands.add_parser(
         "info",
         help="show what a datastore holds and what it takes",
@@ -62,6 +71,8 @@ def add_commands(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser
     info.add_argument("--json", action="store_true", help="print one JSON object")
     info.set_defaults(func=_guarded(_info))
 
+
+def _add_merge(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     merge = commands.add_parser(
         "merge",
         help="copy datastores into another one",
@@ -73,6 +84,8 @@ def add_commands(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser
     merge.add_argument("folders", metavar="FOLDER", nargs="+")
     merge.set_defaults(func=_guarded(_merge))
 
+
+def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     verify = commands.add_parser(
         "verify",
         help="check every byte of a datastore",
@@ -82,10 +95,9 @@ def add_commands(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser
     verify.add_argument("folder", metavar="FOLDER")
     verify.set_defaults(func=_guarded(_verify))
 
-    _add_delete(commands)
 
-
-def _add_build_flags(command: argparse.ArgumentParser) -> None:
+def _add_sources(command: argparse.ArgumentParser) -> None:
+    """What `build` and `add` read, and for which model."""
     command.add_argument("folder", metavar="FOLDER", help="folder of the datastore")
     command.add_argument("sources", metavar="SOURCE", nargs="+", help="files and folders to read")
     command.add_argument(
@@ -97,7 +109,7 @@ def _add_build_flags(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--vocab-size",
-        type=_positive,
+        type=_COUNT,
         metavar="N",
         help="the served model's vocabulary size (default: vocab_size of its config.json)",
     )
@@ -121,6 +133,10 @@ def _add_build_flags(command: argparse.ArgumentParser) -> None:
         help="files of folders to take, such as '*.py' or 'docs/*.md' (default: those of a known "
         "kind)",
     )
+
+
+def _add_limits(command: argparse.ArgumentParser) -> None:
+    """How `build` and `add` go on, and what they take."""
     command.add_argument(
         "--skip-bad",
         action="store_true",
@@ -131,7 +147,7 @@ def _add_build_flags(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--chunk-tokens",
-        type=_positive,
+        type=_COUNT,
         default=1 << 24,
         metavar="N",
         help="tokens sorted and stored at a time: what an interruption costs, and about 30 bytes "
@@ -139,7 +155,7 @@ def _add_build_flags(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--max-line-mb",
-        type=_positive,
+        type=_COUNT,
         default=32,
         metavar="MB",
         help="longest JSON line (default: %(default)s)",
@@ -178,12 +194,6 @@ def _add_delete(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="the server's admin key (default: $SGLANG_EXT_API_KEY)",
     )
     delete.set_defaults(func=_guarded(_delete))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= 1 << 30:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {1 << 30}: {text!r}")
-    return int(text)
 
 
 def _guarded(handler: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from sglang_ext.models import ModelError, add_commands
+from sglang_ext.commands.models import add_commands
+from sglang_ext.models import ModelError
 from sglang_ext.models.registry import MODELS
 from speech.enlarge import Enlargement
 
