@@ -1,9 +1,10 @@
 """What Whisper wrote for a chunk -> segments with times; joining chunks; signs of invention."""
 
 import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from whisper.utils import compression_ratio as compression_ratio  # speech.prompts loads it too
 
 from speech.chunks import Chunk
 from speech.prompts import SPACELESS, TIMESTAMP_S, WhisperVocabulary
@@ -93,12 +94,6 @@ class Transcript:
     output_tokens: int = 0
 
 
-def compression_ratio(text: str) -> float:
-    """Bytes of UTF-8 over their zlib-compressed size, high where text repeats itself."""
-    data = text.encode()
-    return len(data) / len(zlib.compress(data))
-
-
 def needs_fallback(decoded: Decoded, text: str) -> bool:
     """Whether to decode again at a higher temperature (openai-whisper's rule)."""
     if is_silent(decoded):
@@ -137,6 +132,34 @@ def chunk_segments(
     decoding they may be missing, run backwards or lie past the end; then the speech that the VAD
     found gives the times.
     """
+    ratio = compression_ratio(vocabulary.decode(decoded.tokens))
+    segments: list[Segment] = []
+    for start, end, tokens in _timed(chunk, decoded, vocabulary):
+        words = vocabulary.decode(tokens)
+        if not words.strip():
+            continue
+        at, until = chunk.source_time(start), chunk.source_time(end, end=True)
+        segments.append(
+            Segment(
+                id=first_id + len(segments),
+                seek=round(chunk.pieces[0].source_start * 100),
+                start=round(at, 2),
+                end=round(min(max(until, at + TIMESTAMP_S), chunk.source_end), 2),
+                text=words,
+                tokens=tokens,
+                temperature=decoded.temperature,
+                avg_logprob=decoded.avg_logprob,
+                compression_ratio=ratio,
+                no_speech_prob=decoded.no_speech_prob,
+            )
+        )
+    return segments
+
+
+def _timed(
+    chunk: Chunk, decoded: Decoded, vocabulary: WhisperVocabulary
+) -> list[tuple[float, float, tuple[int, ...]]]:
+    """Start and end, in seconds of the chunk, and tokens of what stands between timestamps."""
     last_speech = chunk.speech[-1][1] if chunk.speech else chunk.duration
     parts: list[tuple[float, float, tuple[int, ...]]] = []
     start, text, kept = 0.0, [], []
@@ -161,28 +184,7 @@ def chunk_segments(
     if parts and all(token < vocabulary.first_timestamp for token in decoded.tokens):
         # No timestamps at all: what the VAD heard first begins it.
         parts[0] = (chunk.speech[0][0] if chunk.speech else 0.0, *parts[0][1:])
-    ratio = compression_ratio(vocabulary.decode(decoded.tokens))
-    segments: list[Segment] = []
-    for start, end, tokens in parts:
-        words = vocabulary.decode(tokens)
-        if not words.strip():
-            continue
-        at, until = chunk.source_time(start), chunk.source_time(end, end=True)
-        segments.append(
-            Segment(
-                id=first_id + len(segments),
-                seek=round(chunk.pieces[0].source_start * 100),
-                start=round(at, 2),
-                end=round(min(max(until, at + TIMESTAMP_S), chunk.source_end), 2),
-                text=words,
-                tokens=tokens,
-                temperature=decoded.temperature,
-                avg_logprob=decoded.avg_logprob,
-                compression_ratio=ratio,
-                no_speech_prob=decoded.no_speech_prob,
-            )
-        )
-    return segments
+    return parts
 
 
 def joined(before: str, text: str, language: str) -> str:

@@ -88,13 +88,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         check_int32(qo_indptr=qo_indptr)
         if len(qo_indptr) != len(paged_kv_indptr):
             raise ValueError("The length of qo_indptr and paged_kv_indptr should be the same.")
-        packed = None
-        if custom_mask is not None:
-            if custom_mask.dtype not in (torch.bool, torch.uint8):
-                raise ValueError(f"custom_mask of {custom_mask.dtype}: expected bool")
-            sizes = torch.zeros_like(qo_indptr)
-            sizes[1:] = torch.cumsum(qo_indptr.diff() * paged_kv_indptr.diff(), 0)
-            packed = kernels.segment_packbits(custom_mask.contiguous().view(-1), sizes)
+        packed = _packed(custom_mask, qo_indptr, paged_kv_indptr)
         self._qo_indptr_last = int(qo_indptr[-1])
         if self._use_cuda_graph:
             self.check_rows(len(qo_indptr) - 1, self._qo_indptr_last, self._fixed_batch_size)
@@ -349,3 +343,20 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """`forward_return_lse` without the sums."""
         return self.forward_return_lse(*args, **kwargs)[0]
+
+
+def _packed(
+    mask: torch.Tensor | None, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A batch's masks, a bit for each query and key, and where each request's begin.
+
+    Raises:
+        ValueError: the mask is neither of bools nor of bytes.
+    """
+    if mask is None:
+        return None
+    if mask.dtype not in (torch.bool, torch.uint8):
+        raise ValueError(f"custom_mask of {mask.dtype}: expected bool")
+    sizes = torch.zeros_like(qo_indptr)
+    sizes[1:] = torch.cumsum(qo_indptr.diff() * kv_indptr.diff(), 0)
+    return kernels.segment_packbits(mask.contiguous().view(-1), sizes)

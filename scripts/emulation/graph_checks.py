@@ -49,10 +49,7 @@ def model_runner(folder: Path, kind: str = "llama", backend: str = "flashinfer")
     fake_graphs.install()
     if backend == "triton":
         _install_triton()
-    from sglang.srt import runtime_context
-    from sglang.srt.distributed.bootstrap import init_parallel_runtime
     from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.server_args import ServerArgs
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.utils.network import get_free_port
 
@@ -63,8 +60,29 @@ def model_runner(folder: Path, kind: str = "llama", backend: str = "flashinfer")
     SpeculativeAlgorithm.register(
         plugin.ALGORITHM, supports_overlap=True, spec_class=plugin._host_drafted_algorithm()
     )(plugin._worker_class)
+    args = _published_args(_config(kind, folder).model_path, backend)
+    worker = TpModelWorker(server_args=args, gpu_id=0, nccl_port=get_free_port())
+    # SGLang's dummy weights are all but zero, and so would be every difference.
+    for weight in worker.model_runner.model.parameters():
+        weight.data.normal_(0, 0.3)
+    worker.alloc_memory_pool()
+    worker.init_attention_backends()
+    prepare(worker.model_runner.attn_backend, worker.model_runner)
+    worker.init_cuda_graphs()
+    return worker.model_runner
+
+
+def _published_args(model_path: str, backend: str) -> Any:
+    """SGLang's ServerArgs of a scheduler with one rank, published, and that rank's groups made."""
+    from sglang.srt import runtime_context
+    from sglang.srt.distributed.bootstrap import init_parallel_runtime
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.network import get_free_port
+
+    from sglang_ext import plugin
+
     args = ServerArgs(
-        model_path=_config(kind, folder).model_path,
+        model_path=model_path,
         device="cpu",
         dtype="float32",
         load_format="dummy",
@@ -81,15 +99,7 @@ def model_runner(folder: Path, kind: str = "llama", backend: str = "flashinfer")
     ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
     runtime_context.publish(args, role="scheduler", ranks=ranks)
     init_parallel_runtime(server_args=args, device="cpu", dist_port=get_free_port())
-    worker = TpModelWorker(server_args=args, gpu_id=0, nccl_port=get_free_port())
-    # SGLang's dummy weights are all but zero, and so would be every difference.
-    for weight in worker.model_runner.model.parameters():
-        weight.data.normal_(0, 0.3)
-    worker.alloc_memory_pool()
-    worker.init_attention_backends()
-    prepare(worker.model_runner.attn_backend, worker.model_runner)
-    worker.init_cuda_graphs()
-    return worker.model_runner
+    return args
 
 
 def _config(kind: str, folder: Path) -> Any:

@@ -287,6 +287,42 @@ def _admin() -> Any:
     )
 
 
+# Fields of requests, by the API that they are of.
+_CHAT = _OPENAI | {
+    "messages": _MESSAGES, "tools": _TOOLS, "tool_choice": JUNK, "logprobs": st.booleans(),
+    "top_logprobs": _NUMBERS, "max_completion_tokens": _NUMBERS, "chat_template_kwargs": JUNK,
+    "continue_final_message": JUNK, "separate_reasoning": JUNK, "reasoning_effort": JUNK,
+}  # fmt: skip
+_COMPLETION = _OPENAI | {
+    "prompt": _PROMPTS | _IDS | st.lists(_IDS, max_size=2), "logprobs": _NUMBERS,
+    "suffix": _TEXTS,
+}  # fmt: skip
+_CLAUDE = {"messages": _MESSAGES, "system": JUNK, "tools": JUNK, "tool_choice": JUNK,
+           "temperature": _FLOATS, "top_k": _NUMBERS, "top_p": _FLOATS, "stream": st.booleans(),
+           "max_tokens": _NUMBERS, "stop_sequences": JUNK, "thinking": JUNK,
+           "metadata": JUNK}  # fmt: skip
+_OLLAMA = {"messages": _MESSAGES, "prompt": JUNK, "options": JUNK, "stream": st.booleans(),
+           "format": JUNK, "tools": JUNK, "think": JUNK, "raw": JUNK, "system": JUNK,
+           "keep_alive": JUNK, "images": JUNK}  # fmt: skip
+_RESPONSES = {"input": _MESSAGES | JUNK, "instructions": JUNK, "tools": JUNK,
+              "temperature": _FLOATS, "stream": st.booleans(), "store": JUNK,
+              "max_output_tokens": _NUMBERS, "reasoning": JUNK, "text": JUNK, "top_k": _NUMBERS,
+              "previous_response_id": JUNK, "tool_choice": JUNK, "background": JUNK,
+              "top_logprobs": _NUMBERS, "metadata": JUNK, "request_id": _TEXTS}  # fmt: skip
+_OTHERS = {"input": _PROMPTS | _IDS, "prompt": JUNK, "tokens": _IDS | JUNK, "query": JUNK,
+           "documents": JUNK, "items": JUNK, "label_token_ids": _IDS, "dimensions": _NUMBERS,
+           "add_special_tokens": JUNK, "skip_special_tokens": JUNK, "encoding_format": JUNK,
+           "apply_softmax": JUNK, "item_first": JUNK, "messages": _MESSAGES, "text": JUNK,
+           "top_n": _NUMBERS}  # fmt: skip
+_OTHER_PATHS = st.sampled_from(
+    ["/v1/embeddings", "/encode", "/classify", "/v1/classify", "/tokenize", "/detokenize",
+     "/v1/score", "/v1/rerank", "/v1/decisions", "/v1/systemone", "/api/show",
+     "/parse_function_call", "/separate_reasoning"]
+)  # fmt: skip
+_SESSION = {"capacity_of_str_len": _NUMBERS, "session_id": _TEXTS, "streaming": JUNK,
+            "timeout": _FLOATS}  # fmt: skip
+
+
 def classes(model: str) -> dict[str, Any]:
     """Strategies of FuzzRequest by class.
 
@@ -295,68 +331,35 @@ def classes(model: str) -> dict[str, Any]:
     """
     short = {"model": model, "max_tokens": 4, "temperature": 0}
     user = [{"role": "user", "content": "Hi"}]
-    chat = _OPENAI | {
-        "messages": _MESSAGES, "tools": _TOOLS, "tool_choice": JUNK, "logprobs": st.booleans(),
-        "top_logprobs": _NUMBERS, "max_completion_tokens": _NUMBERS, "chat_template_kwargs": JUNK,
-        "continue_final_message": JUNK, "separate_reasoning": JUNK, "reasoning_effort": JUNK,
-    }  # fmt: skip
-    completion = _OPENAI | {
-        "prompt": _PROMPTS | _IDS | st.lists(_IDS, max_size=2), "logprobs": _NUMBERS,
-        "suffix": _TEXTS,
-    }  # fmt: skip
-    claude = {"messages": _MESSAGES, "system": JUNK, "tools": JUNK, "tool_choice": JUNK,
-              "temperature": _FLOATS, "top_k": _NUMBERS, "top_p": _FLOATS, "stream": st.booleans(),
-              "max_tokens": _NUMBERS, "stop_sequences": JUNK, "thinking": JUNK,
-              "metadata": JUNK}  # fmt: skip
-    ollama = {"messages": _MESSAGES, "prompt": JUNK, "options": JUNK, "stream": st.booleans(),
-              "format": JUNK, "tools": JUNK, "think": JUNK, "raw": JUNK, "system": JUNK,
-              "keep_alive": JUNK, "images": JUNK}  # fmt: skip
-    responses = {"input": _MESSAGES | JUNK, "instructions": JUNK, "tools": JUNK,
-                 "temperature": _FLOATS, "stream": st.booleans(), "store": JUNK,
-                 "max_output_tokens": _NUMBERS, "reasoning": JUNK, "text": JUNK, "top_k": _NUMBERS,
-                 "previous_response_id": JUNK, "tool_choice": JUNK, "background": JUNK,
-                 "top_logprobs": _NUMBERS, "metadata": JUNK, "request_id": _TEXTS}  # fmt: skip
-    others = {"input": _PROMPTS | _IDS, "prompt": JUNK, "tokens": _IDS | JUNK, "query": JUNK,
-              "documents": JUNK, "items": JUNK, "label_token_ids": _IDS, "dimensions": _NUMBERS,
-              "add_special_tokens": JUNK, "skip_special_tokens": JUNK, "encoding_format": JUNK,
-              "apply_softmax": JUNK, "item_first": JUNK, "messages": _MESSAGES, "text": JUNK,
-              "top_n": _NUMBERS}  # fmt: skip
-    other_paths = st.sampled_from(
-        ["/v1/embeddings", "/encode", "/classify", "/v1/classify", "/tokenize", "/detokenize",
-         "/v1/score", "/v1/rerank", "/v1/decisions", "/v1/systemone", "/api/show",
-         "/parse_function_call", "/separate_reasoning"]
-    )  # fmt: skip
-    session = {"capacity_of_str_len": _NUMBERS, "session_id": _TEXTS, "streaming": JUNK,
-               "timeout": _FLOATS}  # fmt: skip
-    messages = mutated(short | {"messages": user}, claude)
+    messages = mutated(short | {"messages": user}, _CLAUDE)
     return {
         "generate": _posts("generate", "/generate", _generate()),
         "one_odd": _posts("one_odd", "/generate", _one_odd_of_generate()),
         "one_odd_openai": _posts("one_odd_openai", "/v1/chat/completions", _one_odd(
-            short | {"messages": user, "temperature": 1}, chat))
+            short | {"messages": user, "temperature": 1}, _CHAT))
         | _posts("one_odd_openai", "/v1/completions", _one_odd(
-            short | {"prompt": "The sky", "temperature": 1}, completion)),
+            short | {"prompt": "The sky", "temperature": 1}, _COMPLETION)),
         "completions": _posts(
-            "completions", "/v1/completions", mutated(short | {"prompt": "The sky"}, completion)
+            "completions", "/v1/completions", mutated(short | {"prompt": "The sky"}, _COMPLETION)
         ),
-        "chat": _posts("chat", "/v1/chat/completions", mutated(short | {"messages": user}, chat)),
+        "chat": _posts("chat", "/v1/chat/completions", mutated(short | {"messages": user}, _CHAT)),
         "messages": _posts("messages", "/v1/messages", messages)
         | _posts("messages", "/v1/messages/count_tokens", messages),
         "ollama": _posts("ollama", "/api/chat", mutated(
-            {"model": model, "messages": user, "options": {"num_predict": 4}}, ollama))
+            {"model": model, "messages": user, "options": {"num_predict": 4}}, _OLLAMA))
         | _posts("ollama", "/api/generate", mutated(
-            {"model": model, "prompt": "The sky", "options": {"num_predict": 4}}, ollama)),
+            {"model": model, "prompt": "The sky", "options": {"num_predict": 4}}, _OLLAMA)),
         "responses": _posts("responses", "/v1/responses", mutated(
-            {"model": model, "input": "Hi", "max_output_tokens": 4}, responses)),
+            {"model": model, "input": "Hi", "max_output_tokens": 4}, _RESPONSES)),
         "others": st.builds(
             lambda path, body: FuzzRequest("others", "POST", path, body),
-            other_paths, mutated({"model": model, "input": "Hi"}, others, 5)),
+            _OTHER_PATHS, mutated({"model": model, "input": "Hi"}, _OTHERS, 5)),
         "sessions": _posts("sessions", "/open_session", mutated(
-            {"capacity_of_str_len": 1000, "session_id": "s"}, session))
+            {"capacity_of_str_len": 1000, "session_id": "s"}, _SESSION))
         | _posts("sessions", "/generate", st.builds(
             lambda body, params, rid: {**body, "session_params": params, "rid": rid},
             _generate(), _SESSION_PARAMS, st.sampled_from(["r", None])))
-        | _posts("sessions", "/close_session", mutated({"session_id": "s"}, session)),
+        | _posts("sessions", "/close_session", mutated({"session_id": "s"}, _SESSION)),
         "translation": _posts("translation", "/v1/translation/sessions", _translation())
         | _posts("translation", "/v1/translation/sessions/{session}/updates", _updates())
         | _posts("translation", "/v1/translation/sessions/{session}/finish", JUNK),

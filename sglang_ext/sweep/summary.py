@@ -68,7 +68,7 @@ class Row:
     columns: Mapping[str, Spread]
 
     def median(self, name: str) -> float | None:
-        """None where the column is not known."""
+        """A column's median over repeats; None where the column is not known."""
         return self.columns[name].median if name in self.columns else None
 
 
@@ -129,22 +129,13 @@ class Summary:
         equal_outputs_percent: of the requests of all methods that are exact.
         """
         batch = [row for row in self.rows if row.point.mode == BATCH]
-        ours = [row for row in self.rows if row.point.method == OURS]
-        vs_peers = [
-            ratio
-            for row in ours
-            if row.point.mode == BATCH and row.point.workload in PEER_WORKLOADS
-            for name in self.methods
-            if name in METHODS and METHODS[name].peer
-            if (ratio := self._ratio(row, name)) is not None
-        ]
         spreads, of_speedup = (
             [c.percent for row in batch if (c := row.columns.get(name)) and c.count > 1]
             for name in ("output_throughput", "speedup")
         )
         known: dict[str, Any] = {
             **self._vs_ar("min_ratio_{}_vs_ar", batch=True),
-            "min_ratio_sssd_vs_best_ngram_peer": _least(vs_peers),
+            "min_ratio_sssd_vs_best_ngram_peer": _least(self._vs_peers(batch)),
             **self._vs_ar("min_rate_ratio_{}_vs_ar", batch=False),
             "methods": self.methods,
             "batch_sizes": sorted({int(row.point.load) for row in batch}),
@@ -152,19 +143,31 @@ class Summary:
             "spread_percent": max(spreads, default=None),
             "spread_percent_median": float(np.median(spreads)) if spreads else None,
             "speedup_spread_percent": max(of_speedup, default=None),
-            "speedup_agreement_percent": agreement_limit(
-                [
-                    _speedups(row, base)
-                    for row in batch
-                    if row.point.method != BASELINE
-                    and (base := self.row(_with_method(row.point, BASELINE))) is not None
-                ]
-            ),
+            "speedup_agreement_percent": self._agreement(batch),
             "equal_outputs_percent": self._equal_outputs(),
             "runs": self.runs,
             "runs_planned": self.planned,
         }
         return {name: value for name, value in known.items() if value is not None}
+
+    def _vs_peers(self, batch: Sequence[Row]) -> Iterator[float]:
+        """SSSD live's ratios to each n-gram peer where both ran on the peers' workloads."""
+        peers = [name for name in self.methods if name in METHODS and METHODS[name].peer]
+        for row in batch:
+            if row.point.method == OURS and row.point.workload in PEER_WORKLOADS:
+                ratios = (self._ratio(row, name) for name in peers)
+                yield from (ratio for ratio in ratios if ratio is not None)
+
+    def _agreement(self, batch: Sequence[Row]) -> float | None:
+        """By how many percent speedups of another such sweep may differ from those of `batch`."""
+        return agreement_limit(
+            [
+                _speedups(row, base)
+                for row in batch
+                if row.point.method != BASELINE
+                and (base := self.row(_with_method(row.point, BASELINE))) is not None
+            ]
+        )
 
     def _vs_ar(self, name: str, batch: bool) -> dict[str, float | None]:
         """Our methods' least ratios to AR, over batch sizes or over rates."""
