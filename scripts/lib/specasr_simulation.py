@@ -212,10 +212,10 @@ def _run_batch(
 
 def _prefilled(tree: TargetTree, output: Sequence[int], result: Simulation) -> list[int]:
     """The tokens of an output that are known once a draft was read behind the prompt."""
-    known = len(_accepted(tree, len(tree), output))
+    known = list(output[: len(_accepted(tree, len(tree), output)) + 1])
     result.prefilled += len(tree)
-    result.tokens += known
-    return list(output[: known + 1])
+    result.tokens += len(known) - 1
+    return known
 
 
 def _accepted(tree: TargetTree, n: int, output: Sequence[int]) -> list[int]:

@@ -4,10 +4,11 @@ import itertools
 import json
 import shutil
 import sys
-import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
+
+from rich.cells import cell_len
 
 from sglang_ext.captions.sentences import Sentence
 from sglang_ext.captions.session_summary import Summary
@@ -195,20 +196,13 @@ def _rows(sentence: Sentence | None, translated: Translated | None, width: int) 
 def _row(mark: str, stable: str, unstable: str, width: int) -> str:
     """One row of the terminal: the end of a text that is too long for it."""
     text = _printable(stable + unstable)
-    cells = list(itertools.accumulate(map(_cells, reversed(text))))
+    cells = list(itertools.accumulate(map(cell_len, reversed(text))))
     fits = sum(count <= width - len(mark) for count in cells)
     if fits < len(text):
         mark, fits = mark + "…", max(0, sum(count < width - len(mark) for count in cells))
     first = len(text) - fits
     plain, dim = text[first : max(first, len(stable))], text[max(first, len(stable)) :]
     return mark + plain + (f"{_DIM}{dim}{_PLAIN}" if dim else "")
-
-
-def _cells(character: str) -> int:
-    """Columns that a character takes on a terminal."""
-    if unicodedata.combining(character):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def _printable(text: str) -> str:
