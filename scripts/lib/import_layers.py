@@ -152,7 +152,8 @@ def module_graph() -> dict[str, dict[str, int]]:
     paths = {module_of(path): path for package in PACKAGES for path in files_of(package)}
     graph: dict[str, dict[str, int]] = {}
     for module, path in paths.items():
-        graph[module] = links = {}
+        links: dict[str, int] = {}
+        graph[module] = links
         found = module_level_imports(path.read_text(), module, path.name == "__init__.py")
         for name, line in found:
             target = name if name in paths else name.rpartition(".")[0]

@@ -119,10 +119,10 @@ def _in_class(
     for node in reversed(list(_statements(cls.body))):
         if _defines(node, name):
             return node
-    for node in ast.walk(cls):
-        stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        if stored and ast.unparse(node) == f"self.{name}":
-            return node
+    for inner in ast.walk(cls):
+        stored = isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
+        if stored and ast.unparse(inner) == f"self.{name}":
+            return inner
     for base in cls.bases:
         try:
             of_base = _in_module(module, ast.unparse(base), folder, steps)

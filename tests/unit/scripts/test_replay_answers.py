@@ -15,23 +15,18 @@ from scripts.replay_answers import (
     replay,
     see,
 )
+from sglang_ext.drafters import Drafter
 from sglang_ext.tree import TokenTree
 
 ANSWERS = [Answer([1, 2], list(range(10, 10 + n))) for n in (5, 9, 17)]
 
 
-class Truth:
+class Truth(Drafter):
     """Drafts the next tokens of an answer that counts up, or what is wrong."""
 
     def __init__(self, right: int) -> None:
         self.right = right
         self.finished: list[list[int]] = []
-
-    def start(self, request):
-        pass
-
-    def observe(self, request, tokens):
-        pass
 
     def propose(self, requests, max_nodes):
         return [

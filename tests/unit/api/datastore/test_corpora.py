@@ -10,6 +10,8 @@ import pytest
 
 from sglang_ext.api.datastore import corpora, protocol
 from sglang_ext.api.datastore.control import serve
+from sglang_ext.drafters import Drafter
+from sglang_ext.tree import TokenTree
 
 
 class Tokenizer:
@@ -41,14 +43,40 @@ class FakeDatastore:
         return sum(map(len, documents))
 
 
+class Plain(Drafter):
+    """Drafts nothing."""
+
+    def propose(self, requests, max_nodes):
+        return [TokenTree.empty()] * len(requests)
+
+
+class Owner(Plain):
+    def __init__(self, store):
+        self._store = store
+
+    @property
+    def datastore(self):
+        return self._store
+
+    def add_corpus(self, name, documents):
+        return self._store.add_corpus(name, documents)
+
+
+class Peer(Plain):
+    def __init__(self, store):
+        self._store = store
+
+    def add_corpus(self, name, documents):
+        return self._store.add_for_peer(name, documents)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("s")
         patch.setenv(protocol.FOLDER_VARIABLE, str(folder))
         store = FakeDatastore()
-        owner = SimpleNamespace(datastore=store, add_corpus=store.add_corpus)
-        server = serve([owner, SimpleNamespace(add_corpus=store.add_for_peer)])
+        server = serve([Owner(store), Peer(store)])
         yield store
         server.shutdown()
         server.server_close()

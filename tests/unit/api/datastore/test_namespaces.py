@@ -5,7 +5,6 @@ import json
 import socket
 import stat
 import threading
-from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI, Request
@@ -16,7 +15,9 @@ from sglang_ext.api.datastore import protocol
 from sglang_ext.api.datastore.control import ControlError, ControlServer, reply, serve
 from sglang_ext.api.datastore.control_client import call, call_all
 from sglang_ext.api.namespaces import with_header
+from sglang_ext.drafters import Drafter
 from sglang_ext.request_options import RequestOptionError
+from sglang_ext.tree import TokenTree
 
 HEADER = "x-tenant"
 
@@ -99,6 +100,35 @@ class FakeDatastore:
         return 3 if name == "chatcmpl/1" and namespace in (None, "a") else 0
 
 
+class Plain(Drafter):
+    """Drafts nothing."""
+
+    def __init__(self):
+        pass
+
+    def propose(self, requests, max_nodes):
+        return [TokenTree.empty()] * len(requests)
+
+
+class Keeper(Plain):
+    """Is told of deletions."""
+
+    def __init__(self, told):
+        self._told = told
+
+    def forget(self, *args):
+        self._told.append(args)
+
+
+class Owner(Plain):
+    def __init__(self, store):
+        self._store = store
+
+    @property
+    def datastore(self):
+        return self._store
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("s")
@@ -106,8 +136,7 @@ def served(tmp_path_factory):
         patch.setenv(protocol.FOLDER_VARIABLE, str(folder))
         store = FakeDatastore()
         told = []
-        keeper = SimpleNamespace(forget=lambda *args: told.append(args))
-        server = serve([keeper, SimpleNamespace(datastore=store), SimpleNamespace()])
+        server = serve([Keeper(told), Owner(store), Plain()])
     yield folder, store, told
     server.shutdown()
     server.server_close()
@@ -212,7 +241,7 @@ def test_without_a_datastore_the_routes_say_so(app, tmp_path, monkeypatch):
 
 
 def test_data_parallel_ranks_are_summed(app, control):
-    second = serve([SimpleNamespace(datastore=FakeDatastore())], rank=1)
+    second = serve([Owner(FakeDatastore())], rank=1)
     try:
         assert app.delete("/datastore/namespaces/a").json() == {"deleted_tokens": 10}
     finally:
