@@ -4,7 +4,7 @@ VENV ?= .venv
 MODELS := smollm2-135m-instruct whisper-base whisper-tiny.en
 BIN := $(VENV)/bin
 
-.PHONY: demo test unit lint setup peers clean
+.PHONY: demo test unit lint format setup peers clean
 
 demo: setup
 	$(BIN)/python -m scripts.demo
@@ -20,6 +20,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 setup: $(VENV)/.installed
 	@$(BIN)/sglang-ext models fetch $(MODELS)

@@ -22,7 +22,7 @@ itself between the two are counted.
 
     python -m scripts.bench_ssbd [--streams N] [--timed-streams N] [--lag K] [--quick]
         [--source FILE --reference FILE --source-language L --target-language L] [--memory FILE]
-        [--results FILE.jsonl | --from FILE.jsonl] [--plots DIR] [--json FILE]
+        [--results FILE.jsonl | --from FILE.jsonl] [--plots DIR] [--docs DIR] [--json FILE]
 """
 
 import argparse
@@ -35,11 +35,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.lib.client import TIMEOUT_S, generate
+from scripts.lib.data_folder import data_folder
 from scripts.lib.figures import parser, report
 from scripts.lib.http_client import HTTP
+from scripts.lib.result_page import add_docs_flag
 from scripts.lib.server import Server
 from scripts.lib.spec_bench import tokenizer
 from scripts.lib.ssbd_metrics import common_prefix
+from scripts.lib.ssbd_page import write_page
 from scripts.lib.ssbd_plots import AR, DEFAULT, EXACT, MODES, Mode, Tables
 from scripts.lib.ssbd_streams import (
     Settings,
@@ -53,7 +56,7 @@ from scripts.lib.ssbd_streams import (
 )
 
 MODEL = "qwen2.5-coder-0.5b-instruct"
-DATA = Path(__file__).parents[2] / "shared" / "data" / "parallel"
+DATA = data_folder("parallel")
 PAIR = "multi30k.test_2016_flickr"
 MEMORY = DATA / "multi30k.train.fr.gz"
 BATCH = 8
@@ -184,6 +187,8 @@ def main() -> int:
     tables.print()
     if options.plots is not None:
         tables.plot(options.plots)
+    if options.docs is not None:
+        write_page(options.docs, tables)
     figures = tables.figures()
     report(figures, options.json)
     return int(figures["mismatches_beta0"] > 0)
@@ -217,6 +222,7 @@ def read_options() -> argparse.Namespace:
         "--from", dest="from_file", type=Path, metavar="FILE",
         help="print the tables of a --results file, without a server",
     )  # fmt: skip
+    add_docs_flag(args)
     args.add_argument("--plots", type=Path, metavar="DIR", help="draw the tables, PNG and SVG")
     options = args.parse_args()
     if options.quick:

@@ -12,10 +12,11 @@ from typing import Any
 from scripts.lib.client import TIMEOUT_S, generate_all, stream
 from scripts.lib.http_client import HTTP
 from scripts.lib.server import Server
-from scripts.lib.spec_bench import DATA, MODEL, Prompt, spec_bench
+from scripts.lib.spec_bench import MODEL, Prompt, spec_bench
+from sglang_ext.sweep.data_files import CARRIED
 
 WHISPER = "whisper-base"
-AUDIO = DATA / "LJ001-0001.flac"
+AUDIO = CARRIED / "LJ001-0001.flac"
 PROMPTS = 8
 TOKENS = 96
 # Questions of the same kinds, answered beforehand: what a server in use has served.

@@ -23,7 +23,9 @@ import torch
 import torchaudio  # type: ignore[import-untyped]
 from tqdm import tqdm
 
-FOLDER = Path(__file__).parents[2] / "shared" / "data" / "speech"
+from scripts.lib.data_folder import data_folder
+
+FOLDER = data_folder("speech")
 REFERENCES = "references.tsv"
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".webm")
 RATES = (8_000, 11_025, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000)

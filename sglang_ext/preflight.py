@@ -6,7 +6,9 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_ext import extras
 from sglang_ext.drafters import load_class
+from sglang_ext.models import is_whisper
 from sglang_ext.options import Options
 from sglang_ext.plugin import ALGORITHM
 from sglang_ext.servers.flags import flag_value
@@ -24,12 +26,16 @@ def check_launch(argv: Sequence[str], options: Options) -> None:
 
     Raises:
         PreflightError, DrafterError: one of them cannot be used.
+        MissingExtra: the model is a Whisper, and what it needs is not installed.
     """
     host = flag_value(argv, "--host") or DEFAULT_HOST
     port_text = flag_value(argv, "--port") or str(DEFAULT_PORT)
     if not port_text.isdigit() or not 1 <= int(port_text) <= 65535:
         raise PreflightError(f"--port {port_text}: expected a whole number from 1 to 65535")
     check_port(host, int(port_text))
+    model = flag_value(argv, "--model-path", "--model") or ""
+    if not extras.is_installed("speech") and is_whisper(model):
+        extras.require("a Whisper server", ["speech"])
     for name in options.loaded_drafters():
         load_class(name)
     if options.datastore:

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from scripts.lib.data_folder import data_folder
 from sglang_ext.models import resolve
 from sglang_ext.models.cache import replace_file
 from sglang_ext.models.store import default_cache_dir
 
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "text" / "gsm8k_train.jsonl.gz"
+GSM8K = data_folder("text") / "gsm8k_train.jsonl.gz"
 TEXT_SUFFIXES = frozenset(
     (".py", ".pyi", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".js", ".md", ".pl", ".pm",
      ".rb", ".rst", ".sh", ".tcl", ".txt")

@@ -1,7 +1,6 @@
 """check_pd: what SGLang makes of Whisper where prefill and decode are apart."""
 
 import argparse
-from pathlib import Path
 
 import httpx
 
@@ -9,10 +8,11 @@ from scripts.lib.pd_servers import Disaggregated
 from scripts.lib.server import Server, ServerError
 from scripts.lib.speech_client import Speech, transcribe
 from scripts.speech_data import read_audio
+from sglang_ext.sweep.data_files import CARRIED
 
 _MODEL = "whisper-base"
 _SPECASR = ["--speculative-algorithm", "SSSD", "--draft-model", "whisper-tiny.en"]
-_AUDIO = Path(__file__).parents[1] / "data" / "LJ001-0001.flac"
+_AUDIO = CARRIED / "LJ001-0001.flac"
 
 
 def check(options: argparse.Namespace) -> dict[str, float]:

@@ -5,15 +5,15 @@ import json
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from scripts.lib.soak_client import NAMESPACE_HEADER, Mismatch, Soak
 from scripts.lib.spec_bench import Prompt
+from sglang_ext.sweep.data_files import CARRIED
 
-CLIP = Path(__file__).parents[1] / "data" / "LJ001-0001.flac"
+CLIP = CARRIED / "LJ001-0001.flac"
 # None of those of the translation sessions (soak_client): a deletion ends these as well.
 NAMESPACES = ("c", "d")
 _SCHEMA = json.dumps(

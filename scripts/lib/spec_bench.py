@@ -7,7 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).parents[1] / "data"
+from sglang_ext.sweep.data_files import CARRIED
+
+DATA = Path(__file__).parents[1] / "data"  # of checks and benchmarks alone
 MODEL = "smollm2-135m-instruct"
 
 
@@ -37,7 +39,7 @@ def spec_bench(model: str = MODEL, *, max_prompt_tokens: int = 1024) -> list[Pro
     the same categories.
     """
     by_category: dict[str, list[Prompt]] = {}
-    with gzip.open(DATA / "spec_bench.jsonl.gz", "rt", encoding="utf-8") as lines:
+    with gzip.open(CARRIED / "spec_bench.jsonl.gz", "rt", encoding="utf-8") as lines:
         for line in lines:
             question = json.loads(line)
             text = question["turns"][0]

@@ -133,7 +133,7 @@ class Tables:
     """
 
     def __init__(self, settings: Settings, updates: Sequence[Update], decode: Decode):
-        self._settings = settings
+        self.settings = settings
         self._updates = updates
         self._language = self.language(settings, decode)
         outputs = {mode.name: by_stream(updates, mode.name, 1) for mode in MODES}
@@ -177,7 +177,7 @@ class Tables:
     ) -> Row:
         name = _masked(mode, mask) + (", whole words" if whole_words else "")
         return row(
-            name, outputs[mode.name], self._settings.references, self._language, mask=mask,
+            name, outputs[mode.name], self.settings.references, self._language, mask=mask,
             trim=None if mode.beta is None else mode.trim, whole_words=whole_words,
         )  # fmt: skip
 
@@ -208,7 +208,7 @@ class Tables:
 
     def print(self) -> None:
         """All tables, and where an output at beta 0 is not AR's."""
-        s = self._settings
+        s = self.settings
         print(
             f"\n{s.model}, {s.source} ({s.source_language} to {s.target_language}), "
             f"lag {s.lag}, batch 1, greedy"
@@ -232,7 +232,7 @@ class Tables:
         )
 
     def figures(self) -> dict[str, float]:
-        """The figures of issue 5, and what they rest on."""
+        """What the benchmark reports, and what it rests on."""
         table, sweep, exact = self.all_streams, self.sweep, self.exactness()
         plain, ours, masked = table[AR.name], table[DEFAULT.name], _masked(DEFAULT, MASKS[-1])
         return {
@@ -256,12 +256,13 @@ class Tables:
     def plot(self, folder: Path) -> None:
         """Draw the tables: beta.{png,svg} and mask.{png,svg} in a folder, made if not there."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, figure in (("beta", self._draw_sweep()), ("mask", self._draw_masks())):
+        for name, figure in (("beta", self.draw_sweep()), ("mask", self.draw_masks())):
             for ending in ("png", "svg"):
                 figure.savefig(folder / f"{name}.{ending}", dpi=150, bbox_inches="tight")
         print(f"plots: {folder}/beta.png, {folder}/mask.png, and the same as SVG")
 
-    def _draw_sweep(self) -> Any:
+    def draw_sweep(self) -> Any:
+        """Quality, normalized erasure and speed against beta, as a matplotlib figure."""
         figure, axes = _panels(3)
         published = [self.sweep[mode.name] for mode in PUBLISHED]
         ours = [self.sweep[mode.name] for mode in (EXACT, DEFAULT)]
@@ -274,10 +275,11 @@ class Tables:
             axis.set(xlabel="beta", ylabel=label)
             axis.set_ylim(bottom=None if key == "chrf" else 0)
         axes[0].legend()
-        figure.suptitle(f"{self._settings.model}, {plain.streams} streams")
+        figure.suptitle(f"{self.settings.model}, {plain.streams} streams")
         return figure
 
-    def _draw_masks(self) -> Any:
+    def draw_masks(self) -> Any:
+        """Normalized erasure and speed by mask, as a matplotlib figure."""
         figure, axes = _panels(2)
         rows = self.masks.rows[::-1]
         names = [r.name for r in rows]
@@ -285,7 +287,7 @@ class Tables:
         axes[0].set_xlabel("normalized erasure")
         axes[1].barh(names, [self.masks.speedup(r.name) for r in rows], color="tab:orange")
         axes[1].set(xlabel="speedup over AR", yticklabels=[])
-        figure.suptitle(f"{self._settings.model}, {rows[0].streams} streams")
+        figure.suptitle(f"{self.settings.model}, {rows[0].streams} streams")
         return figure
 
 

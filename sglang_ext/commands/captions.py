@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from sglang_ext import extras
 from sglang_ext.api.languages import NAMES
 from sglang_ext.servers.processes import end_as_ctrl_c
 
@@ -38,6 +39,13 @@ def add_commands(commands: Any) -> None:
         "their translation. Without --translate-url and --translate-model there are only captions.",
         allow_abbrev=False,
     )
+    _add_servers(command)
+    _add_captions(command)
+    command.set_defaults(func=run)
+
+
+def _add_servers(command: argparse.ArgumentParser) -> None:
+    """The audio, and what recognises and translates it."""
     command.add_argument(
         "file",
         metavar="FILE",
@@ -62,6 +70,10 @@ def add_commands(commands: Any) -> None:
         "--translate-model", help="path, hub id or name of the model to start a server with"
     )
     command.add_argument("--translate-flags", default="", help="the same for the second server")
+
+
+def _add_captions(command: argparse.ArgumentParser) -> None:
+    """Options of the captions, and the key."""
     command.add_argument(
         "--source-language", default="English", help="name or ISO 639-1 code [%(default)s]"
     )
@@ -88,7 +100,6 @@ def add_commands(commands: Any) -> None:
     command.add_argument(
         "--api-key", default=os.environ.get("OPENAI_API_KEY", ""), help="[$OPENAI_API_KEY]"
     )
-    command.set_defaults(func=run)
 
 
 @end_as_ctrl_c()
@@ -98,12 +109,13 @@ def run(args: argparse.Namespace) -> int:
     from sglang_ext.servers.started_server import ServerError
 
     try:
+        extras.require("captions", ["speech"])
         language = _check(args)
         blocks, displays = _open(args.file), _displays(args)
         with _servers(args) as urls:
             complete = asyncio.run(_caption(args, blocks, displays, language, *urls))
         return 0 if complete else _FAILED
-    except (CaptionsError, DisplayError, ServerError) as error:
+    except (CaptionsError, DisplayError, ServerError, extras.MissingExtra) as error:
         print(f"sglang-ext captions: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
 

@@ -10,20 +10,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from sglang_ext import extras
 from sglang_ext.commands import arguments
 from sglang_ext.models import ModelError, is_whisper, resolve
 from sglang_ext.servers.flags import flag_value
 from sglang_ext.servers.processes import end_as_ctrl_c
+from sglang_ext.sweep.data_files import CARRIED, own_folder
 from sglang_ext.sweep.methods import AUDIO, RETRANSLATION, TEXT
 from sglang_ext.sweep.plan import Plan
 
 _FAILED = 1
 _USAGE_ERROR = 2
-_CHECKOUT = Path(__file__).parents[2]
-# Where --data is not given: a folder by kind of workload, where there is one, else the checkout's.
-_SHARED = _CHECKOUT.parent / "shared" / "data"
+# Where --data is not given: a folder of the user's data by kind of workload, else the package's.
 _FOLDERS = {TEXT: "text", AUDIO: "speech", RETRANSLATION: "parallel"}
-_OWN_DATA = _CHECKOUT / "scripts" / "data"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +61,15 @@ def add_commands(commands: Any) -> None:
         "throughput against latency. The same command again goes on where it stopped.",
         allow_abbrev=False,
     )
+    _add_what(command)
+    _add_how_much(command)
+    _add_where(command)
+    command.set_defaults(func=run)
+    _add_subcommands(command)
+
+
+def _add_what(command: argparse.ArgumentParser) -> None:
+    """Options of the points that are measured."""
     command.add_argument(
         "--out", type=Path, metavar="DIR", help="results folder: a new one, or this sweep's"
     )
@@ -85,6 +93,10 @@ def add_commands(commands: Any) -> None:
         "--rates", type=arguments.numbers(float), metavar="X,Y",
         help="requests a second, Poisson arrivals [none]",
     )  # fmt: skip
+
+
+def _add_how_much(command: argparse.ArgumentParser) -> None:
+    """Options of how long each point is measured."""
     command.add_argument(
         "--repeats",
         type=arguments.whole_number,
@@ -113,10 +125,14 @@ def add_commands(commands: Any) -> None:
         metavar="N",
         help=f"of an output [{FULL.max_tokens}]",
     )
+
+
+def _add_where(command: argparse.ArgumentParser) -> None:
+    """Options of the data and the servers, and those that set others."""
     command.add_argument(
         "--data", type=Path, metavar="DIR",
-        help="the workloads' data: texts, or speech with references.tsv [Spec-Bench of the "
-        "checkout]",
+        help="the workloads' data: texts, or speech with references.tsv [$SGLANG_EXT_DATA, else "
+        "the package's]",
     )  # fmt: skip
     command.add_argument(
         "--url", type=arguments.named_url, action="append", default=[], metavar="NAME=URL",
@@ -132,7 +148,9 @@ def add_commands(commands: Any) -> None:
         "--quick", action="store_true",
         help="what is not given is small: under 10 minutes on two cores",
     )  # fmt: skip
-    command.set_defaults(func=run)
+
+
+def _add_subcommands(command: argparse.ArgumentParser) -> None:
     reports = command.add_subparsers(dest="sweep_command", metavar="report")
     report = reports.add_parser(
         "report", help="tables, plots and report.html again, from a results folder"
@@ -152,6 +170,11 @@ def add_commands(commands: Any) -> None:
 @end_as_ctrl_c()
 def run(args: argparse.Namespace) -> int:
     """Measure, then report; returns the exit code (1: something is missing or failed)."""
+    try:
+        extras.require("sweep", ["sweep", "speech"] if is_whisper(args.model) else ["sweep"])
+    except extras.MissingExtra as error:
+        print(f"sglang-ext sweep: error: {error}", file=sys.stderr)
+        return _USAGE_ERROR
     from sglang_ext.servers.started_server import ServerError
     from sglang_ext.sweep.methods import UnknownMethod
     from sglang_ext.sweep.results import Results, ResultsError
@@ -182,6 +205,7 @@ def run_report(args: argparse.Namespace) -> int:
     from sglang_ext.sweep.results import Results, ResultsError
 
     try:
+        extras.require("sweep report", ["sweep"])
         if not Results.read(args.folder).points:
             raise ResultsError(f"{args.folder}: no run has ended yet")
         _report(args.folder)
@@ -189,7 +213,7 @@ def run_report(args: argparse.Namespace) -> int:
             from sglang_ext.sweep.performance import write_performance
 
             write_performance(args.folder, args.performance)
-    except ResultsError as error:
+    except (ResultsError, extras.MissingExtra) as error:
         print(f"sglang-ext sweep report: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
     return 0
@@ -299,8 +323,7 @@ def _check_packages(methods: Sequence[str], running: Collection[str]) -> None:
 
 def _data(given: Path | None, kinds: Collection[str]) -> Path:
     if given is None:
-        folder = _SHARED / _FOLDERS[next(iter(kinds)) if len(kinds) == 1 else TEXT]
-        return folder if folder.is_dir() else _OWN_DATA
+        return own_folder(_FOLDERS[next(iter(kinds)) if len(kinds) == 1 else TEXT]) or CARRIED
     if not given.exists():
         raise SweepUsageError(f"--data {given}: there is no such file or folder")
     return given.absolute()

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from sglang_ext import extras
+
 DEFAULT_MODEL = "whisper-base"
 # speech.formats has them too, but takes seconds to import.
 _SUFFIXES = {"text": "txt", "json": "json", "verbose_json": "json", "srt": "srt", "vtt": "vtt"}
@@ -63,10 +65,11 @@ def add_commands(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Transcribe all files; returns the exit code (1: some could not be transcribed)."""
     try:
+        extras.require("transcribe", ["speech"])
         outputs = _check(args)
         with _server(args) as (url, model):
             return _transcribe_all(args, outputs, url, model)
-    except TranscribeError as error:
+    except (TranscribeError, extras.MissingExtra) as error:
         print(f"sglang-ext transcribe: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
 

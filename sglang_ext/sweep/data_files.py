@@ -2,14 +2,18 @@
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-# Spec-Bench is part of the checkout; other data is looked for where --data says only.
-_OWN_DATA = Path(__file__).parents[2] / "scripts" / "data"
+# What the package brings: Spec-Bench, and one recording.
+CARRIED = Path(str(resources.files("sglang_ext.sweep") / "data"))
+# Names the user's folder of data sets.
+DATA_VARIABLE = "SGLANG_EXT_DATA"
 _SPEC_BENCH = ("spec_bench.jsonl", "question.jsonl")
 _GSM8K_TEST = ("gsm8k_test.jsonl", "gsm8k_test_main.jsonl")
 _GSM8K_TRAIN = ("gsm8k_train.jsonl", "gsm8k_train_main.jsonl")
@@ -38,6 +42,21 @@ class Question:
 
 Messages = Sequence[tuple[str, str]]
 """(role, text) by turns, "user" first."""
+
+
+def own_folder(name: str) -> Path | None:
+    """The folder `name` of the user's data sets, which $SGLANG_EXT_DATA holds; None: there is none.
+
+    Raises:
+        WorkloadError: the variable names no folder.
+    """
+    root = os.environ.get(DATA_VARIABLE)
+    if not root:
+        return None
+    if not Path(root).is_dir():
+        raise WorkloadError(f"${DATA_VARIABLE} {root}: there is no such folder")
+    folder = Path(root).absolute() / name
+    return folder if folder.is_dir() else None
 
 
 def spec_bench(data: Path) -> list[Question]:
@@ -149,14 +168,14 @@ def _chat(place: str, row: dict[str, Any]) -> Messages:
 
 
 def _find(data: Path, names: Sequence[str], beside: str = "") -> Path | None:
-    """The first of these files, packed or not: beside or in `data`, else in the checkout.
+    """The first of these files, packed or not: beside or in `data`, else in the package.
 
     Args:
         beside: a folder next to that of `data` to look in as well.
     """
     folder = data if data.is_dir() else data.parent
     places = [folder, folder.parent / beside] if beside else [folder]
-    paths = [place / (name + end) for place in (*places, _OWN_DATA) for name in names
+    paths = [place / (name + end) for place in (*places, CARRIED) for name in names
              for end in ("", ".gz")]  # fmt: skip
     return next((path for path in paths if path.is_file()), None)
 

@@ -1,7 +1,12 @@
 """Real SGLang servers, one per configuration for the whole test session."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +14,7 @@ from scripts.lib.server import Server
 from scripts.lib.spec_bench import Prompt, spec_bench
 
 MODEL = "smollm2-135m-instruct"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 # Small enough that a long prompt's prefill is chunked, and that four servers fit in memory.
 CHUNK = ["--chunked-prefill-size", "128", "--max-total-tokens", "8192"]
 
@@ -27,10 +33,26 @@ def plain_server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def sssd_server() -> Iterator[Server]:
-    """SSSD that verifies every draft it has, with the drafter of random trees at hand."""
-    flags = ["--speculative-algorithm", "SSSD", "--budget", "fixed", "--drafters", "random,ssbd"]
-    with Server(MODEL, [*flags, *CHUNK, "--enable-metrics"], name="sssd") as server:
+def installed_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of installed packages with the example of a drafter of one's own."""
+    made = tmp_path_factory.mktemp("my-drafter")
+    source = shutil.copytree(EXAMPLES / "my_drafter", made / "source")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    alone = ["--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, *alone, "--target", str(made / "site"), str(source)], check=True)
+    return made / "site"
+
+
+@pytest.fixture(scope="session")
+def sssd_server(installed_drafter: Path) -> Iterator[Server]:
+    """SSSD that verifies every draft it has, with random trees and our example at hand."""
+    flags = ["--speculative-algorithm", "SSSD", "--budget", "fixed"]
+    flags += ["--drafters", "random,ssbd,my_drafter"]
+    server = Server(MODEL, [*flags, *CHUNK, "--enable-metrics"], name="sssd")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(installed_drafter), prepend=os.pathsep)
+        server.start()
+    with server:
         yield server
 
 

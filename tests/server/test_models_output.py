@@ -16,16 +16,17 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from scripts.lib.data_folder import data_folder
 from scripts.lib.http_client import HTTP
 from sglang_ext.models import resolve
+from sglang_ext.sweep.data_files import CARRIED
 
-REPOSITORY = Path(__file__).parents[2]
-CARRIED_CLIP = REPOSITORY / "scripts" / "data" / "LJ001-0001.flac"
+CARRIED_CLIP = CARRIED / "LJ001-0001.flac"
 CARRIED_TEXT = (
     "Printing, in the only sense with which we are at present concerned, differs from most if "
     "not from all the arts and crafts represented in the Exhibition"
 )
-SPEECH = REPOSITORY.parent / "shared" / "data" / "speech"
+SPEECH = data_folder("speech")
 SAMPLE_RATE = 16_000
 # Of plain greedy decoding on LJ001-0001 to -0016 and jfk: base 4.3%, tiny.en 5.6% (spelling
 # variants counted as errors).

@@ -10,8 +10,12 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Of each extra; an extra that names others of ours (all, dev) takes nothing from elsewhere by that.
 NAMED = [
-    Requirement(line) for line in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]
+    named
+    for lines in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
+    for named in map(Requirement, lines)
+    if named.name != PROJECT["name"]
 ]
 LOCKED = {
     canonicalize_name(requirement.name): requirement

@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scripts.lib.data_folder import data_folder
 from sglang_ext.cli import main
 from sglang_ext.servers import processes
 from speech.audio import SAMPLE_RATE, decode
 from tests.eventually import eventually
 
-CLIP = Path(__file__).parents[4] / "shared" / "data" / "speech" / "jfk.flac"
+CLIP = data_folder("speech") / "jfk.flac"
 TEXT = (
     "And so my fellow Americans, ask not what your country can do for you. "
     "Ask what you can do for your country."

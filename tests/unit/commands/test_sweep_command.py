@@ -7,6 +7,7 @@ import pytest
 
 from sglang_ext.cli import main
 from sglang_ext.commands import sweep
+from sglang_ext.sweep import data_files
 from sglang_ext.sweep.methods import DEFAULT_METHODS
 from sglang_ext.sweep.results import Results
 from tests.unit.sweep.fake_server import FakeServer
@@ -209,16 +210,22 @@ def test_the_defaults_of_a_whisper(tmp_path, plans):
 def test_the_defaults_follow_the_workloads(tmp_path, plans, monkeypatch):
     for name in ("text", "parallel"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(sweep, "_SHARED", tmp_path)
+    monkeypatch.setenv("SGLANG_EXT_DATA", str(tmp_path))
     for workloads in ("retranslation", "retranslation,gsm8k"):
         main(["sweep", "--out", str(tmp_path / "r"), "--workloads", workloads])
-    monkeypatch.setattr(sweep, "_SHARED", tmp_path / "nowhere")
+    monkeypatch.delenv("SGLANG_EXT_DATA")
     main(["sweep", "--out", str(tmp_path / "r"), "--workloads", "retranslation"])
     first, mixed, alone = plans
     assert first.methods == ("ar", "ssbd", "ssbd-bias", "ssbd-plus")
     assert mixed.methods == DEFAULT_METHODS
     assert (first.data, mixed.data) == (str(tmp_path / "parallel"), str(tmp_path / "text"))
-    assert alone.data == str(sweep._OWN_DATA)
+    assert alone.data == str(data_files.CARRIED)
+
+
+def test_a_folder_of_data_that_is_not_there_is_named(tmp_path, plans, monkeypatch, capsys):
+    monkeypatch.setenv("SGLANG_EXT_DATA", str(tmp_path / "nowhere"))
+    assert main(["sweep", "--out", str(tmp_path / "r"), "--workloads", "gsm8k"]) == 2
+    assert f"$SGLANG_EXT_DATA {tmp_path / 'nowhere'}: there is no" in capsys.readouterr().err
 
 
 def test_report_of_no_sweep(tmp_path, capsys):

@@ -9,6 +9,7 @@ import pytest
 
 from scripts import bench_ssbd
 from scripts.bench_ssbd import Prompts, Translator, all_at_once, one_by_one
+from scripts.lib.ssbd_page import write_page
 from scripts.lib.ssbd_plots import AR, DEFAULT, EXACT, MODES, PUBLISHED_DEFAULT, TRIMMED, Tables
 from scripts.lib.ssbd_streams import Settings, Stream, Update
 
@@ -231,6 +232,17 @@ def test_plots_are_drawn(translator, tmp_path):
     assert (tmp_path / "plots" / "beta.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "plots" / "mask.svg").read_text()
     assert len(list((tmp_path / "plots").iterdir())) == 4
+
+
+def test_the_page_has_the_papers_tables(translator, tmp_path):
+    tables = Tables(SETTINGS, measured(translator), decode)
+    write_page(tmp_path, tables)
+    page = (tmp_path / "measured" / "ssbd.md").read_text()
+    for table in (tables.sweep, tables.masks, tables.all_streams):
+        assert f"### {table.title}" in page
+        for r in table.rows:
+            assert f"| {r.name} | {r.chrf:.2f} | {r.bleu:.2f} |" in page
+    assert page.count(".svg)") == 2 and len(list((tmp_path / "measured").glob("*.svg"))) == 2
 
 
 def test_a_run_keeps_its_outputs_and_they_give_the_same_figures(

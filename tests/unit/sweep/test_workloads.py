@@ -370,7 +370,7 @@ def test_no_sentences(tmp_path, tokenizer):
 
 
 def test_missing_spec_bench(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(data_files, "_OWN_DATA", tmp_path / "nowhere")
+    monkeypatch.setattr(data_files, "CARRIED", tmp_path / "nowhere")
     with pytest.raises(WorkloadError, match="there is no Spec-Bench in it"):
         load("long", tokenizer, tmp_path)
 
