@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from scripts.lib.data_folder import data_folder
 from sglang_ext.models import resolve
-from sglang_ext.models.cache import replace_file
+from sglang_ext.models.cached_tables import replace_file
 from sglang_ext.models.store import default_cache_dir
 
 GSM8K = data_folder("text") / "gsm8k_train.jsonl.gz"

@@ -19,7 +19,7 @@ import torch
 
 from sglang_ext.budget.choice import knee, token_grid
 from sglang_ext.budget.cost_model import DELAYED_CUDA, NODE_READS_CUDA, CostModel
-from sglang_ext.models.cache import CachedTable
+from sglang_ext.models.cached_tables import CachedTable
 from sglang_ext.models.store import default_cache_dir
 from sglang_ext.whisper.encoder_decoder import runs_at_prefill_only
 

@@ -210,7 +210,7 @@ def _write(text: str, output: Path | None, bar: Any) -> None:
             sys.stdout.write(text)
             sys.stdout.flush()
         return
-    from sglang_ext.models.cache import replace_file
+    from sglang_ext.models.cached_tables import replace_file
 
     with replace_file(output) as file:
         file.write(text.encode())

@@ -32,7 +32,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.utils import require_mlp_sync
 
 from datastores import Bigrams, DatastoreError
-from sglang_ext.models.cache import CachedTable
+from sglang_ext.models.cached_tables import CachedTable
 from sglang_ext.models.store import default_cache_dir
 
 logger = logging.getLogger(__name__)

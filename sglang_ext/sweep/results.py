@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sglang_ext.models.cache import PARTIAL, replace_file
+from sglang_ext.models.cached_tables import PARTIAL, replace_file
 from sglang_ext.sweep.plan import Plan, PlanError, Point
 
 PLAN = "sweep.json"

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from sglang_ext.models.cache import CachedTable, replace_file
+from sglang_ext.models.cached_tables import CachedTable, replace_file
 
 
 def test_a_file_keeps_its_content_until_the_new_one_is_whole(tmp_path):
