@@ -348,6 +348,7 @@ def test_a_pass_goes_on_behind_known_tokens_of_some(serving, known):
     # The pass writes a known end again: nothing may follow it in the same step.
     assert serving.decode(a, b) == [[7, 8, 9], [21]]
     assert serving.target.ran == [(ForwardMode.DECODE, [8, 20])]
+    assert serving.batch.seq_lens.tolist() == serving.batch.seq_lens_cpu.tolist()
     assert serving.kv(a) == [*PROMPT, 6, 7, 8] and serving.kv(b) == [*PROMPT, 20]
 
 
@@ -363,6 +364,8 @@ def test_drafts_behind_known_tokens_stay_within_the_fixed_width(serving):
     serving.known(a, [7, 8, 9])
     serving.drafter.trees = {"a": TokenTree.chain(list(range(10, 17)))}
     assert serving.decode(a, b) == [[7, 8, 9, 10, 11, 12, 13, 14], [21]]
+    # What could not be committed is not verified either.
+    assert not {14, 15, 16} & set(serving.target.ran[0][1])
     assert serving.kv(a) == [*PROMPT, *range(6, 14)]
 
 
