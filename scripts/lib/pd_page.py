@@ -24,7 +24,11 @@ def write_page(docs: Path, figures: Mapping[str, float], model: str) -> None:
     """docs/measured/disaggregation.md, of all parts that ran."""
     tables = [
         table
-        for table in (speeds(figures), drafting(figures), kills(figures))
+        for table in (
+            speeds(figures),
+            listed("Drafting on decode servers", DRAFTING, figures, digits=2),
+            listed("Kills", KILLS, figures, digits=0),
+        )
         if table is not None and table.rows
     ]
     findings = [f"Model: {model}, greedy, on CPUs."]
@@ -57,27 +61,32 @@ def speeds(figures: Mapping[str, float]) -> Table | None:
     return Table("Decode tokens/s", ("", "plain", "SSSD", "speedup"), rows)
 
 
-def drafting(figures: Mapping[str, float]) -> Table:
-    """What else was measured of drafting."""
-    shown = {
-        "draft_state_ms": "drafter ready after, ms",
-        "draft_lead_ms": "lead before the KV, ms",
-        "shared_seconds": "shared datastore: known to the other server after, s (at most)",
-        "shared_cold_accept_length": "accept length of an answer that is new",
-        "shared_accept_length": "accept length of one that the other server has given before",
-    }
-    rows = [(label, f"{figures[name]:.2f}") for name, label in shown.items() if name in figures]
-    return Table("Drafting on decode servers", ("", "measured"), rows)
+DRAFTING = {
+    "draft_state_ms": "drafter ready after, ms",
+    "draft_lead_ms": "lead before the KV, ms",
+    "shared_seconds": "shared datastore: known to the other server after, s (at most)",
+    "shared_cold_accept_length": "accept length of an answer that is new",
+    "shared_accept_length": "accept length of one that the other server has given before",
+}
+KILLS = {
+    "kills": "processes killed (kill -9), each in turn, under load",
+    "requests": "requests",
+    "errors": "of these, ended with an error that the client sees",
+    "wrong": "of these, answered wrongly",
+    "hangs": "of these, never answered",
+}
 
 
-def kills(figures: Mapping[str, float]) -> Table:
-    """What becomes of requests when processes are killed."""
-    shown = {
-        "kills": "processes killed (kill -9), each in turn, under load",
-        "requests": "requests",
-        "errors": "of these, ended with an error that the client sees",
-        "wrong": "of these, answered wrongly",
-        "hangs": "of these, never answered",
-    }
-    rows = [(label, f"{figures[name]:.0f}") for name, label in shown.items() if name in figures]
-    return Table("Kills", ("", "count"), rows)
+def listed(
+    title: str, labels: Mapping[str, str], figures: Mapping[str, float], digits: int
+) -> Table:
+    """The figures that there are, a row each.
+
+    Args:
+        labels: of figures by name, in order.
+        digits: behind the point.
+    """
+    rows = [
+        (label, f"{figures[name]:.{digits}f}") for name, label in labels.items() if name in figures
+    ]
+    return Table(title, ("", "measured"), rows)
