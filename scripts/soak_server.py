@@ -183,10 +183,10 @@ async def soak_server(server: Server, soak: Soak, each: Sequence[Callable[[], Aw
             shown += PROGRESS_S
             print(_progress(soak, samples[-1], seconds), flush=True)
         if time.monotonic() - began >= due:
-            due += every
             await clients.rest()
             await sample(at_rest=True)
             clients.go()
+            due = time.monotonic() - began + every  # a long rest is not followed by another
         await asyncio.wait({clients.done}, timeout=SAMPLE_S)
     await clients.done
     await asyncio.gather(*soak.let_go)

@@ -12,17 +12,7 @@ import pytest
 from sglang_ext.disaggregation.cluster import Cluster, ClusterError, Member
 from sglang_ext.servers.processes import free_port
 from tests.eventually import eventually
-
-SERVER = """
-import http.server, sys
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers()
-    def log_message(self, *args):
-        pass
-print("listening", flush=True)
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
+from tests.tiny_server import SERVER
 
 
 def member(name: str) -> Member:

@@ -12,17 +12,7 @@ from sglang_ext.servers import started_server
 from sglang_ext.servers.processes import free_port
 from sglang_ext.servers.server_process import ServerError, ServerProcess, is_ready
 from tests.eventually import eventually
-
-SERVER = """
-import http.server, sys
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers()
-    def log_message(self, *args):
-        pass
-print("listening", flush=True)
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
+from tests.tiny_server import SERVER
 
 
 def server_command(code: str, port: int) -> list[str]:

@@ -10,8 +10,7 @@ import pytest
 
 from sglang_ext.api.datastore import corpora, protocol
 from sglang_ext.api.datastore.control import serve
-from sglang_ext.drafters import Drafter
-from sglang_ext.tree import TokenTree
+from tests.unit.api.datastore.fake_drafters import Owner, Plain
 
 
 class Tokenizer:
@@ -43,20 +42,8 @@ class FakeDatastore:
         return sum(map(len, documents))
 
 
-class Plain(Drafter):
-    """Drafts nothing."""
-
-    def propose(self, requests, max_nodes):
-        return [TokenTree.empty()] * len(requests)
-
-
-class Owner(Plain):
-    def __init__(self, store):
-        self._store = store
-
-    @property
-    def datastore(self):
-        return self._store
+class Keeper(Owner):
+    """Keeps named corpora in its datastore."""
 
     def add_corpus(self, name, documents):
         return self._store.add_corpus(name, documents)
@@ -76,7 +63,7 @@ def served(tmp_path_factory):
         folder = tmp_path_factory.mktemp("s")
         patch.setenv(protocol.FOLDER_VARIABLE, str(folder))
         store = FakeDatastore()
-        server = serve([Owner(store), Peer(store)])
+        server = serve([Keeper(store), Peer(store)])
         yield store
         server.shutdown()
         server.server_close()

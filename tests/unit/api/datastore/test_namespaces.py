@@ -15,9 +15,8 @@ from sglang_ext.api.datastore import protocol
 from sglang_ext.api.datastore.control import ControlError, ControlServer, reply, serve
 from sglang_ext.api.datastore.control_client import call, call_all
 from sglang_ext.api.namespaces import with_header
-from sglang_ext.drafters import Drafter
 from sglang_ext.request_options import RequestOptionError
-from sglang_ext.tree import TokenTree
+from tests.unit.api.datastore.fake_drafters import Owner, Plain
 
 HEADER = "x-tenant"
 
@@ -100,16 +99,6 @@ class FakeDatastore:
         return 3 if name == "chatcmpl/1" and namespace in (None, "a") else 0
 
 
-class Plain(Drafter):
-    """Drafts nothing."""
-
-    def __init__(self):
-        pass
-
-    def propose(self, requests, max_nodes):
-        return [TokenTree.empty()] * len(requests)
-
-
 class Keeper(Plain):
     """Is told of deletions."""
 
@@ -118,15 +107,6 @@ class Keeper(Plain):
 
     def forget(self, *args):
         self._told.append(args)
-
-
-class Owner(Plain):
-    def __init__(self, store):
-        self._store = store
-
-    @property
-    def datastore(self):
-        return self._store
 
 
 @pytest.fixture(scope="module")
