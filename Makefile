@@ -9,12 +9,15 @@ BIN := $(VENV)/bin
 demo: setup
 	$(BIN)/python -m scripts.demo
 
-# Servers use every core: their tests come alone, behind those that can share the machine.
-test: lint unit
-	$(BIN)/python -m pytest tests --ignore tests/unit
+# Servers use every core: their tests come alone, behind those that can share the machine. The
+# emulated server's test takes as long as hundreds of others, so its file goes first.
+TOGETHER := -n auto --dist loadfile --no-loadscope-reorder
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/emulated tests/unit $(TOGETHER)
+	$(BIN)/python -m pytest tests/server tests/gpu
 
 unit: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit $(TOGETHER)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 # Extra -> modules that tell whether it is installed; pd's transfer library is checked where chosen.
 MODULES = {
     "speech": ("whisper", "silero_vad", "av"),
-    "sweep": ("matplotlib", "aiohttp", "jiwer"),
+    "sweep": ("matplotlib", "jiwer"),  # aiohttp, of sweep and pd, comes with sglang
     "pd": ("sglang_router",),
 }
 

@@ -26,10 +26,9 @@ def speech() -> list[Speech]:
 
 
 @pytest.fixture(scope="module")
-def plain(speech) -> list[Transcript]:
-    """Plain SGLang's transcripts; its server is gone before the other one starts."""
-    with Server("whisper-base", name="whisper") as server:
-        return transcribe_all(server.base_url, speech)
+def plain(speech, whisper_server) -> list[Transcript]:
+    """Plain SGLang's transcripts."""
+    return transcribe_all(whisper_server.base_url, speech)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,7 +9,7 @@ from scripts.lib.http_client import HTTP, lines
 from scripts.lib.server import Server
 from tests.eventually import eventually
 from tests.server.conftest import MODEL
-from tests.server.test_equal_to_plain import answer
+from tests.server.text.test_equal_to_plain import answer, answers
 
 CONTEXT = 512
 SSSD = ["--speculative-algorithm", "SSSD"]
@@ -106,10 +105,9 @@ def tight_server(prompts) -> Iterator[Server]:
 
 def test_retracted_requests_end_with_the_same_tokens(plain_server, tight_server, prompts):
     run = {"max_new_tokens": 120, "ignore_eos": True}
-    expected = [answer(plain_server, p, **run)["output_ids"] for p in prompts[:6]]
-    with ThreadPoolExecutor(6) as pool:
-        answers = pool.map(lambda p: answer(tight_server, p, **run)["output_ids"], prompts[:6])
-    assert list(answers) == expected
+    jobs = [(prompt, run) for prompt in prompts[:6]]
+    expected, got = answers(plain_server, jobs), answers(tight_server, jobs)
+    assert [a["output_ids"] for a in got] == [a["output_ids"] for a in expected]
     assert "etract" in tight_server.log.read_text(), "nothing was retracted: this shows nothing"
 
 

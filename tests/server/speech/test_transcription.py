@@ -23,21 +23,21 @@ from whisper.normalizers import EnglishTextNormalizer
 from scripts.lib.http_client import HTTP
 from scripts.lib.server import Server
 from scripts.speech_data import FOLDER, FORMATS, Clip, encode, read_audio, read_references
+from tests.server.speech.conftest import MAX_UPLOAD_MB
+from tests.server.speech.conftest import WHISPER as MODEL
 from tests.unit.speech.wav_files import wav_file
 
-MODEL = "whisper-base"
 RATE = 16_000
 JFK = "ask not what your country can do for you, ask what you can do for your country."
-LIMIT_MB, LIMIT_S = 24, 4 * 3600
+LIMIT_S = 4 * 3600
 
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the speech clips are not here")
 normalized = EnglishTextNormalizer()
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server(MODEL, ["--transcription-max-upload-mb", str(LIMIT_MB)], name="speech") as server:
-        yield server
+def server(whisper_server: Server) -> Server:
+    return whisper_server
 
 
 @pytest.fixture(scope="module")
@@ -448,7 +448,7 @@ def test_a_gibibyte_is_refused_and_not_kept(server):
         timeout=120,
     )
     assert response.status_code == 413, response.text
-    assert f"{LIMIT_MB} MiB" in error_of(response)["message"]
+    assert f"{MAX_UPLOAD_MB} MiB" in error_of(response)["message"]
     assert resident_mb(server) - memory < 200
 
 

@@ -1,4 +1,4 @@
-"""The examples run as they are shown, against servers that other tests use too."""
+"""The text examples run as they are shown, against servers that other tests use too."""
 
 import subprocess
 import sys
@@ -6,22 +6,14 @@ import sys
 import pytest
 
 from scripts.lib.client import generate
-from scripts.lib.server import Server
-from tests.server.conftest import EXAMPLES
-
-
-def run(example: str, server: Server, *args: str) -> str:
-    command = [sys.executable, str(EXAMPLES / example), "--base-url", server.base_url, *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.server.conftest import EXAMPLES, run_example
 
 
 @pytest.mark.parametrize("drafter", ["sssd", "my_drafter"])
 def test_a_chat_is_the_same_with_a_drafter_and_without_one(drafter, sssd_server):
     question = "Repeat this: one two three four one two three four"
-    *plain, counts = run("chat.py", sssd_server, question, "--drafter", "none").splitlines()
-    *drafted, _ = run("chat.py", sssd_server, question, "--drafter", drafter).splitlines()
+    *plain, counts = run_example("chat.py", sssd_server, question, "--drafter", "none").splitlines()
+    *drafted, _ = run_example("chat.py", sssd_server, question, "--drafter", drafter).splitlines()
     assert plain == drafted and any(plain)
     assert int(counts.split()[0]) > 1
 
@@ -39,12 +31,6 @@ def test_the_drafter_of_ones_own_drafts(sssd_server, prompts):
 
 
 def test_a_live_translation_grows_and_nothing_of_it_is_unstable_in_the_end(sssd_server):
-    lines = run("live_translation.py", sssd_server).splitlines()
+    lines = run_example("live_translation.py", sssd_server).splitlines()
     assert len(lines) == 5 and all(lines)  # 15 words, four at a time, and the end
     assert "[" not in lines[-1]
-
-
-def test_a_file_is_transcribed_with_times(whisper_server):
-    lines = run("transcribe_file.py", whisper_server, "--language", "en").splitlines()
-    assert "printing" in lines[0].lower() and lines[0].lstrip().startswith("0.0 to ")
-    assert lines[-1].startswith("english, 9.")

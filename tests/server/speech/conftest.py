@@ -1,0 +1,18 @@
+"""A real SGLang server of a speech model."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from scripts.lib.server import Server
+
+WHISPER = "whisper-base"
+MAX_UPLOAD_MB = 24
+
+
+@pytest.fixture(scope="package")
+def whisper_server() -> Iterator[Server]:
+    """Whisper base on plain SGLang."""
+    flags = ["--transcription-max-upload-mb", str(MAX_UPLOAD_MB)]
+    with Server(WHISPER, flags, name="whisper") as server:
+        yield server
