@@ -14,7 +14,8 @@ from scripts.lib.server import Server
 from scripts.lib.spec_bench import Prompt, tokenizer
 from tests.server.conftest import CHUNK, JSON_SCHEMA, MODEL
 
-DRAFTERS = ("sssd", "random")
+# custom_params; a CPU computes each node that is verified, so that random trees are small here.
+DRAFTERS = {"sssd": {"drafter": "sssd"}, "random": {"drafter": "random", "draft_length": 6}}
 
 
 def answer(server: Server, prompt: Prompt, body: dict[str, Any] | None = None, **sampling: Any):
@@ -74,7 +75,7 @@ def expected_of_cases(plain_server, prompts) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module", params=DRAFTERS)
 def drafted_cases(request, sssd_server, prompts) -> dict[str, list[Any]]:
-    return cases_answered(sssd_server, prompts, custom_params={"drafter": request.param})
+    return cases_answered(sssd_server, prompts, custom_params=DRAFTERS[request.param])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -104,18 +105,21 @@ def joining_and_leaving(server: Server, prompts: list[Prompt], **extra: Any) -> 
 
 
 @pytest.fixture(scope="module")
-def stable_outputs(plain_server, prompts) -> dict[int, list[int]]:
-    """What plain SGLang wrote twice: where two tokens tie it may contradict itself."""
-    expected, again = (joining_and_leaving(plain_server, prompts) for _ in range(2))
-    stable = {i: ids for i, ids in enumerate(expected) if ids == again[i]}
-    assert len(stable) > len(expected) // 2
-    return stable
+def expected_of_joining(plain_server, prompts) -> list[list[int]]:
+    return joining_and_leaving(plain_server, prompts)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_requests_join_and_leave_the_batch(drafter, stable_outputs, sssd_server, prompts):
-    got = joining_and_leaving(sssd_server, prompts, custom_params={"drafter": drafter})
-    assert {i: got[i] for i in stable_outputs} == stable_outputs
+def test_requests_join_and_leave_the_batch(
+    drafter, expected_of_joining, plain_server, sssd_server, prompts
+):
+    got = joining_and_leaving(sssd_server, prompts, custom_params=DRAFTERS[drafter])
+    expected = dict(enumerate(expected_of_joining))
+    if got != expected_of_joining:  # where two tokens tie, plain SGLang may contradict itself
+        again = joining_and_leaving(plain_server, prompts)
+        expected = {i: ids for i, ids in expected.items() if ids == again[i]}
+        assert len(expected) > len(again) // 2
+    assert {i: got[i] for i in expected} == expected
 
 
 def test_mixed_drafters_in_one_batch(plain_server, sssd_server, prompts):
@@ -130,7 +134,7 @@ def test_mixed_drafters_in_one_batch(plain_server, sssd_server, prompts):
 def test_logprobs(drafter, plain_server, sssd_server, prompts):
     body = {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [5, 260]}
     expected = answer(plain_server, prompts[0], body)["meta_info"]
-    got = answer(sssd_server, prompts[0], body, custom_params={"drafter": drafter})["meta_info"]
+    got = answer(sssd_server, prompts[0], body, custom_params=DRAFTERS[drafter])["meta_info"]
     for key in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
         assert len(got[key]) == len(expected[key])
         for a, b in zip(flat(got[key]), flat(expected[key]), strict=True):
@@ -150,7 +154,7 @@ def test_chunked_prefill_and_radix_hits(drafter, plain_server, sssd_server, prom
     long = Prompt("long", "", tuple(t for p in prompts for t in p.input_ids)[:700])
     longer = Prompt("longer", "", (*long.input_ids, *prompts[0].input_ids))
     assert len(long.input_ids) > 2 * int(CHUNK[1])
-    params = {"custom_params": {"drafter": drafter}}
+    params = {"custom_params": DRAFTERS[drafter]}
     for prompt in (long, longer, long):
         expected = answer(plain_server, prompt)
         got = answer(sssd_server, prompt, **params)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from scripts.lib.client import generate
+from scripts.lib.client import generate, generate_all
 from scripts.lib.http_client import HTTP
 from scripts.lib.isolation_server import cross_session_changes
 from scripts.lib.server import Server
@@ -63,10 +63,9 @@ def retranslate(server: Server, prompts, name: str, **ssbd) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(plain_server, streams) -> list[list[list[int]]]:
-    return [
-        [generate(plain_server.base_url, p, max_new_tokens=TOKENS).token_ids for p in prompts]
-        for prompts in streams
-    ]
+    asked = [prompt for prompts in streams for prompt in prompts]
+    made = iter(generate_all(plain_server.base_url, asked, in_flight=8, max_new_tokens=TOKENS))
+    return [[next(made).token_ids for _ in prompts] for prompts in streams]
 
 
 @pytest.mark.parametrize(
