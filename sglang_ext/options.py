@@ -63,6 +63,15 @@ class Options:
         pattern=_HEADER_NAME,
         expected="letters, digits and hyphens",
     )
+    salt_namespaces: bool = _option(
+        True,
+        "a request's `cache_salt` and `extra_key` name its namespace, where nothing else does",
+    )
+    namespace_key: str = _option(
+        "",
+        "secret of the hash by which salts become names of namespaces; servers of one datastore "
+        "need the same. Set it in the environment, other users see command lines",
+    )
     namespace_share: float = _option(
         0.5,
         "of what other namespaces leave of a limit (translation sessions, streams, outputs that "

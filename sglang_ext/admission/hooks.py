@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 from sglang_ext import sglang_points
+from sglang_ext.admission.cache_salts import name_by_salts
 from sglang_ext.admission.errors import AdmissionError, refusing
 from sglang_ext.admission.requests import Limits, RequestCheck
 from sglang_ext.options import Options
@@ -29,11 +30,16 @@ def register(is_ours: Callable[[], bool]) -> None:
         return result
 
     def tokenized(original: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_ours() or not _serves():
+        if not is_ours():
             return original(manager, request, *args, **kwargs)
-        with refusing("its parameters do not fit together"):
+        if not _serves():
             made = original(manager, request, *args, **kwargs)
-        _check().tokenized(made, prompt_is_tokens=made.mm_inputs is None)
+        else:
+            with refusing("its parameters do not fit together"):
+                made = original(manager, request, *args, **kwargs)
+            _check().tokenized(made, prompt_is_tokens=made.mm_inputs is None)
+        if _options().salt_namespaces:
+            name_by_salts(made, _options().namespace_key)
         return made
 
     def convert(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,9 +66,14 @@ def _serves() -> bool:
 
 
 @cache
+def _options() -> Options:
+    return Options.from_env()
+
+
+@cache
 def _check() -> RequestCheck:
     from sglang.srt.entrypoints.http_server import get_global_state
 
-    options, config = Options.from_env(), get_global_state().tokenizer_manager.model_config
+    options, config = _options(), get_global_state().tokenizer_manager.model_config
     limits = Limits(options.max_choices, options.max_answers, options.max_logprobs)
     return RequestCheck(limits, config.vocab_size, config.hidden_size)

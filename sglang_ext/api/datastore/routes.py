@@ -3,6 +3,7 @@
 GET    /datastore                          size, state, problems
 POST   /datastore/flush                    wait until all that was served is searchable
 GET    /datastore/namespaces               tokens by namespace
+POST   /datastore/namespaces/name          the name of the namespace of a cache_salt, an extra_key
 DELETE /datastore/namespaces/{namespace}   forget a tenant
 DELETE /datastore/requests/{rid}           forget one request's output, or a translation session
 """
@@ -14,11 +15,21 @@ from typing import Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from sglang_ext.admission.cache_salts import salt_namespace
 from sglang_ext.api.datastore.control import ControlError
 from sglang_ext.api.datastore.control_client import call_all
 from sglang_ext.api.http import ApiError
+from sglang_ext.options import Options
+
+
+class Salts(BaseModel):
+    """SGLang's fields of a request that divide its prefix cache."""
+
+    cache_salt: str | None = None
+    extra_key: str | None = None
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
@@ -37,6 +48,16 @@ async def flush(timeout: float = Query(30.0, gt=0, le=300)) -> JSONResponse:
 async def namespaces() -> JSONResponse:
     """Served tokens by namespace."""
     return await _answer("namespaces", lambda found: {"namespaces": _summed(found)})
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def namespace_name(salts: Salts) -> JSONResponse:
+    """The name under which the namespace of salts is listed, and can be deleted."""
+    key = Options.from_env().namespace_key
+    name = salt_namespace(salts.extra_key, salts.cache_salt, key)
+    if name is None:
+        return ApiError("the body must have cache_salt, extra_key or both", code=400).response()
+    return JSONResponse({"namespace": name})
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
@@ -66,6 +87,7 @@ def add_routes(app: FastAPI) -> None:
         ("GET", "/datastore", info),
         ("POST", "/datastore/flush", flush),
         ("GET", "/datastore/namespaces", namespaces),
+        ("POST", "/datastore/namespaces/name", namespace_name),
         ("DELETE", "/datastore/namespaces/{namespace}", delete_namespace),
         ("DELETE", "/datastore/requests/{rid:path}", delete_request),
     ):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from sglang_ext.api.http import ApiError, refusal
-from sglang_ext.api.translation.session_settings import SessionSettings, Update
+from sglang_ext.api.translation.session_settings import SECRETS, SessionSettings, Update
 from sglang_ext.api.translation.session_update import Message, RunningUpdate, Work
 from sglang_ext.api.translation.translator import OnText, Translation, Translator
 
@@ -45,8 +45,10 @@ class Session:
     """One source and its translation. Updates run one after the other, in the order of the calls.
 
     Args:
+        namespace: whose served outputs it reads and joins.
         max_source_chars: the longest source.
         clock: monotonic seconds.
+        owner: the namespace of those who may use it; None: `namespace`.
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class Session:
         translator: Translator,
         max_source_chars: int,
         clock: Callable[[], float] = time.monotonic,
+        owner: str | None = None,
     ):
         self.id = f"trs-{uuid.uuid4().hex}"
         self.namespace = namespace
+        self.owner = owner or namespace
         self.settings = settings
         self.created = int(time.time())
         self.state = State()
@@ -149,7 +153,7 @@ class Session:
             "stable": self.state.stable,
             "unstable": self.state.unstable,
             "final": self.state.final,
-            **self.settings.model_dump(),
+            **self.settings.model_dump(exclude=SECRETS),
         }
 
     def _start(self, work: Work) -> RunningUpdate:

@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.requests import HTTPConnection
 
 from datastores import DEFAULT_NAMESPACE
+from sglang_ext.admission.cache_salts import salt_namespace
 from sglang_ext.api.http import (
     DONE,
     KEEP_ALIVE,
@@ -35,6 +36,7 @@ from sglang_ext.api.http import (
 from sglang_ext.api.open_streams import Stream, Streams
 from sglang_ext.api.translation.session import Session
 from sglang_ext.api.translation.session_settings import (
+    SessionSettings,
     body_limit,
     parse_settings,
     parse_update,
@@ -112,11 +114,14 @@ class _Routes:
         if backend.translator is None:
             raise ApiError("this server has no tokenizer (--skip-tokenizer-init)", 501)
         body = await self._body(request)
+        settings = parse_settings(body, backend.translator.model_names)
+        owner = self._namespace(request)
         session = Session(
-            self._namespace(request),
-            parse_settings(body, backend.translator.model_names),
+            self._salted(settings, owner),
+            settings,
             backend.translator,
             backend.options.translation_max_source_chars,
+            owner=owner,
         )
         backend.table.add(session)
         return JSONResponse(backend.table.message(session))
@@ -165,15 +170,15 @@ class _Routes:
         backend, session_id = self._backend(), socket.path_params["session_id"]
         try:
             _check_key(socket, backend.api_key)
-            namespace = self._namespace(socket)
-            session = backend.table.get(session_id, namespace)
-            slot = self._streams().enter(namespace)
+            owner = self._namespace(socket)
+            session = backend.table.get(session_id, owner)
+            slot = self._streams().enter(session.namespace)
         except ApiError as error:
             return await _deny(socket, error)
         with slot:
             await socket.accept()
             limit = body_limit(backend.options.translation_max_source_chars)
-            use = partial(backend.table.get, session_id, namespace)
+            use = partial(backend.table.get, session_id, owner)
             await SessionSocket(socket, session, use, limit).run()
 
     async def no_socket(self, session_id: str) -> Response:
@@ -195,6 +200,21 @@ class _Routes:
 
     def _session(self, request: Request, session_id: str) -> Session:
         return self._backend().table.get(session_id, self._namespace(request))
+
+    def _salted(self, settings: SessionSettings, owner: str) -> str:
+        """The namespace whose outputs a session reads and joins: its salts', else its owner's."""
+        options = self._backend().options
+        name = salt_namespace(settings.extra_key, settings.cache_salt, options.namespace_key)
+        if name is None or not options.salt_namespaces:
+            return owner
+        if owner not in (DEFAULT_NAMESPACE, name):
+            field = "extra_key" if settings.extra_key else "cache_salt"
+            raise ApiError(
+                f"the header {options.namespace_header} names the namespace {owner}, and {field} "
+                "another: send one of them",
+                param=field,
+            )
+        return name
 
     def _namespace(self, connection: HTTPConnection) -> str:
         """The namespace that the header names (namespaces.NamespaceHeader sees no WebSockets)."""

@@ -26,6 +26,7 @@ _LONGEST_TEMPLATE = 8000
 _LONGEST_LANGUAGE = 64
 _MOST_MASKED = 4096
 _MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512  # OpenAI's
+_LONGEST_SALT = 4096
 # A character outside the BMP is 12 bytes of JSON escapes; the rest is for the other fields.
 _BYTES_PER_CHAR, _OTHER_BYTES = 12, 256 << 10
 
@@ -57,6 +58,7 @@ def _template(template: str) -> str:
 _Language = Annotated[Text, AfterValidator(_language)]
 _Key = Annotated[Text, StringConstraints(max_length=_LONGEST_KEY)]
 _Value = Annotated[Text, StringConstraints(max_length=_LONGEST_VALUE)]
+_Salt = Annotated[Text, StringConstraints(max_length=_LONGEST_SALT)]
 
 
 class _Body(BaseModel):
@@ -86,6 +88,7 @@ class SessionSettings(_Body):
         max_tokens: of a translation; None: as many as its source may need.
         seed: of sampling.
         model: the name it was asked for by.
+        cache_salt, extra_key: as in SGLang's requests; they name the session's namespace.
         metadata: the client's own.
     """
 
@@ -101,9 +104,15 @@ class SessionSettings(_Body):
     max_tokens: int | None = Field(None, ge=1, le=1 << 20)
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
     model: Text | None = None
+    cache_salt: _Salt | None = None
+    extra_key: _Salt | None = None
     metadata: dict[_Key, _Value] | None = Field(
         None, max_length=_MOST_METADATA, description=_METADATA
     )
+
+
+SECRETS = {"cache_salt", "extra_key"}
+"""Fields of the settings that are not shown again."""
 
 
 class _UpdateBody(_Body):

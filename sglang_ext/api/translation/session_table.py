@@ -66,14 +66,14 @@ class SessionTable:
         if self._sweeper is None or self._sweeper.done():
             self._sweeper = asyncio.create_task(self._sweep())
 
-    def get(self, session_id: str, namespace: str) -> Session:
+    def get(self, session_id: str, owner: str) -> Session:
         """A session, which is thereby used.
 
         Raises:
-            ApiError: there is none of this name in the namespace (404).
+            ApiError: the owner has none of this name (404).
         """
         session = self._sessions.get(session_id)
-        if session is None or session.namespace != namespace:
+        if session is None or session.owner != owner:
             raise unknown(session_id)
         if self._expired(session):
             self._drop(session)
@@ -81,13 +81,13 @@ class SessionTable:
         session.touch()
         return session
 
-    def delete(self, session_id: str, namespace: str) -> None:
+    def delete(self, session_id: str, owner: str) -> None:
         """Close a session and give up its updates.
 
         Raises:
             ApiError: as in get.
         """
-        self._drop(self.get(session_id, namespace))
+        self._drop(self.get(session_id, owner))
 
     def forget(self, namespace: str | None, session_id: str | None = None) -> None:
         """Close a namespace's sessions (None: of all), or the one of this id in it."""

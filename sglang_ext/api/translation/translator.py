@@ -170,7 +170,14 @@ class Translator:
         if settings.seed is not None:
             sampling["sampling_seed"] = settings.seed
         rid = f"trs-{uuid.uuid4().hex}"
-        return GenerateReqInput(rid=rid, input_ids=prompt, sampling_params=sampling, stream=stream)
+        return GenerateReqInput(
+            rid=rid,
+            input_ids=prompt,
+            sampling_params=sampling,
+            stream=stream,
+            cache_salt=settings.cache_salt,
+            extra_key=settings.extra_key,
+        )
 
     def _prompt(self, settings: SessionSettings, source: str) -> list[int]:
         """Token ids of the user message in the model's chat template; bare where it has none."""

@@ -66,11 +66,18 @@ def test_outputs_join_the_namespace_of_params_or_header_and_no_other(server):
     assert "opted-out" not in found
 
 
-def test_one_tenants_text_speeds_up_its_own_repetition_only(server):
-    first = ask(server, namespace="fast")
+@pytest.mark.parametrize("kind", ["namespace", "cache_salt"])
+def test_one_tenants_text_speeds_up_its_own_repetition_only(kind, server):
+    def as_tenant(name: str):
+        if kind == "namespace":
+            return ask(server, namespace=name)
+        sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+        return generate(server, text=PROMPT, sampling_params=sampling, cache_salt=name).json()
+
+    first = as_tenant("fast")
     namespaces(server)  # waits until it is searchable
-    again = ask(server, namespace="fast")
-    other = ask(server, namespace="elsewhere")
+    again = as_tenant("fast")
+    other = as_tenant("elsewhere")
     assert again["output_ids"] == other["output_ids"] == first["output_ids"]
     steps = [a["meta_info"]["spec_verify_ct"] for a in (first, again, other)]
     assert steps[1] < 0.7 * steps[2], steps
@@ -108,6 +115,58 @@ def test_bad_namespaces_get_a_400(header, params, message, path, server):
     }[path]  # fmt: skip
     response = generate(server, header, path, **body)
     assert response.status_code == 400 and message in response.text
+
+
+def salt_name(server: Server, **salts: str) -> str:
+    answer = admin(server, "POST", "/datastore/namespaces/name", json=salts)
+    assert answer.is_success, answer.text
+    return answer.json()["namespace"]
+
+
+def test_salts_name_the_namespace_on_every_route(server):
+    sampling = {"max_new_tokens": 12, "ignore_eos": True}
+    bodies = {
+        "/generate": {"text": PROMPT, "sampling_params": sampling},
+        "/v1/chat/completions": {
+            "model": MODEL, "max_tokens": 12, "messages": [{"role": "user", "content": "Hello."}],
+        },
+        "/v1/completions": {"model": MODEL, "prompt": ["One,", "Red,"], "max_tokens": 12, "n": 2},
+        "/v1/responses": {"model": MODEL, "input": "Hello.", "max_output_tokens": 12},
+    }  # fmt: skip
+    for path, body in bodies.items():
+        answer = generate(server, None, path, **body, cache_salt=path, extra_key="routes")
+        assert answer.is_success, answer.text
+    names = {path: salt_name(server, cache_salt=path, extra_key="routes") for path in bodies}
+    found = namespaces(server)
+    assert all(found.get(name, 0) >= 12 for name in names.values()), (found, names)
+
+
+def test_each_prompt_of_a_batch_has_its_own_salt(server):
+    sampling = {"max_new_tokens": 12, "ignore_eos": True, "n": 2}
+    before = namespaces(server).get("default", 0)
+    texts, salts = ["One,", "Red,", "Oak,"], ["batch-1", "batch-2", ""]
+    answer = generate(server, text=texts, sampling_params=sampling, cache_salt=salts)
+    assert answer.is_success, answer.text
+    found = namespaces(server)
+    own = [found.get(salt_name(server, cache_salt=salt), 0) for salt in salts[:2]]
+    assert min(own) >= 24 and found["default"] - before >= 24
+    for salt in salts[:2]:
+        admin(server, "DELETE", f"/datastore/namespaces/{salt_name(server, cache_salt=salt)}")
+    assert not namespaces(server).keys() & {salt_name(server, cache_salt=s) for s in salts[:2]}
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(("header", "params"), [("acme", {}), (None, {"namespace": "acme"})])
+def test_salts_that_contradict_a_namespace_get_a_400(header, params, path, server):
+    body = {
+        "/generate": {"text": "x", "sampling_params": {"custom_params": params}},
+        "/v1/chat/completions": {
+            "model": MODEL, "messages": [{"role": "user", "content": "x"}], "custom_params": params,
+        },
+        "/v1/completions": {"model": MODEL, "prompt": ["x", "y"], "custom_params": params},
+    }[path]  # fmt: skip
+    answer = generate(server, header, path, **body, cache_salt="pepper")
+    assert answer.status_code == 400 and "contradicts cache_salt" in answer.text
 
 
 def test_requests_are_deleted_by_the_id_that_the_answer_carries(server):

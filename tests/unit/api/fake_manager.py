@@ -55,6 +55,8 @@ class Request:
     input_ids: list[int]
     sampling_params: dict[str, Any]
     stream: bool = False
+    cache_salt: str | None = None
+    extra_key: str | None = None
 
     @property
     def params(self):

@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
+from sglang_ext.admission.cache_salts import salt_namespace
 from sglang_ext.api.app import extend
 from sglang_ext.api.datastore import protocol
 from sglang_ext.api.datastore.control import ControlError, ControlServer, reply, serve
@@ -74,6 +75,14 @@ def test_a_header_that_cannot_be_is_named(values, params, message, app):
 def test_one_request_never_sees_anothers_header(app):
     app.post("/generate", json={}, headers={"x-tenant": "a"})
     assert app.post("/generate", json={}).json() == [None, None]
+
+
+def test_the_name_of_salts_can_be_asked_for(app):
+    asked = app.post("/datastore/namespaces/name", json={"cache_salt": "pepper"})
+    assert asked.json() == {"namespace": salt_namespace(None, "pepper", "")}
+    for body in ({}, {"cache_salt": ""}):
+        refused = app.post("/datastore/namespaces/name", json=body)
+        assert refused.status_code == 400 and "cache_salt" in refused.json()["error"]["message"]
 
 
 class FakeDatastore:

@@ -9,6 +9,7 @@ from fastapi.testclient import TestClient
 from starlette.testclient import WebSocketDenialResponse
 from starlette.websockets import WebSocketDisconnect
 
+from sglang_ext.admission.cache_salts import salt_namespace
 from sglang_ext.api.translation import session_routes
 from sglang_ext.api.translation.session_routes import Backend, add_routes
 from sglang_ext.api.translation.session_table import SessionTable
@@ -123,6 +124,37 @@ def test_a_source_shrunk_to_nothing_is_an_empty_translation(client, server):
     client.post(path, json={"append": "ok"})
     update = client.post(path, json={"source": " "}).json()
     assert (update["text"], update["revision"]) == ("", 2) and len(server.manager.requests) == 1
+
+
+def test_salts_name_a_sessions_namespace_and_are_not_shown(client, server):
+    session = opened(client, cache_salt="pepper", extra_key="key")
+    assert not session.keys() & {"cache_salt", "extra_key"}
+    path = f"{PATH}/{session['id']}"
+    assert client.post(f"{path}/updates", json={"append": "a"}).status_code == 200
+    (request,) = server.manager.requests
+    assert (request.cache_salt, request.extra_key) == ("pepper", "key")
+    assert request.params["namespace"] == salt_namespace("key", "pepper", "")
+    server.table.forget(salt_namespace("key", "pepper", ""))
+    assert client.get(path).status_code == 404
+
+
+def test_salts_and_a_header_contradict_each_other(client):
+    mine = {"x-sglang-ext-namespace": "acme"}
+    refused = client.post(PATH, json=LANGUAGES | {"cache_salt": "pepper"}, headers=mine)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "cache_salt"
+    same = {"x-sglang-ext-namespace": salt_namespace(None, "pepper", "")}
+    session = client.post(PATH, json=LANGUAGES | {"cache_salt": "pepper"}, headers=same).json()
+    assert client.get(f"{PATH}/{session['id']}").status_code == 404
+    assert client.get(f"{PATH}/{session['id']}", headers=same).status_code == 200
+
+
+def test_salts_name_nothing_where_the_server_says_so(server):
+    options = Options(salt_namespaces=False, translation_sessions=3)
+    server.app = made(Backend(server.backend.translator, server.table, options))
+    with TestClient(server.app) as client:
+        opened(client, cache_salt="pepper")
+    (session,) = server.table._sessions.values()
+    assert session.namespace == "default"
 
 
 def test_limits_and_namespaces(client, server):
