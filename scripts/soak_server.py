@@ -9,8 +9,9 @@ unprovoked_errors: answers that are not the ones expected, greedy outputs that d
 first ones among them (wrong_outputs). The server's process tree is sampled; growths are from the
 middle of the run to its end (medians of a tenth of it). Requests under way come and go with 300
 MiB, so the clients rest every few minutes: once the last answer is there, what is left is what the
-server keeps, and the slope is a line through these samples of the second half. So that a rest can
-be short, the server gives freed memory back every few seconds, not once a minute (docs/cpu.md).
+server keeps, and the slope is a line through these samples of the second half; threads are compared
+in them too, in processes that are there all the time. So that a rest can be short, the server gives
+freed memory back every few seconds, not once a minute (docs/cpu.md).
 Exit code 1 where a limit is broken: LIMITS.
 
     python -m scripts.soak_server [--minutes M] [--clients N] [--whisper MODEL] [--seed S]
@@ -54,14 +55,14 @@ _SSSD = ["--speculative-algorithm", "SSSD", "--max-running-requests", "16"]
 
 @dataclass(frozen=True)
 class Sample:
-    """A process tree at a time: minutes since the start, MiB by process id, and counts.
+    """A process tree at a time: minutes since the start, MiB and threads by process id, and counts.
 
     `at_rest`: no request is under way, and freed memory was given back.
     """
 
     minutes: float
     rss_mib_by_pid: Mapping[int, float]
-    threads: int
+    threads_by_pid: Mapping[int, int]
     files: int
     sockets: int
     at_rest: bool = False
@@ -69,7 +70,7 @@ class Sample:
     @classmethod
     def of(cls, pid: int, minutes: float, at_rest: bool = False) -> "Sample":
         """Take one; processes that end meanwhile are left out."""
-        rss, threads, files, sockets = dict[int, float](), 0, 0, 0
+        rss, threads, files, sockets = dict[int, float](), dict[int, int](), 0, 0
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             try:
                 with process.oneshot():
@@ -77,8 +78,8 @@ class Sample:
                 connections = len(process.net_connections("all"))
             except psutil.Error:
                 continue
-            rss[process.pid] = found[0] / 2**20
-            threads, files = threads + found[1], files + found[2]
+            rss[process.pid], threads[process.pid] = found[0] / 2**20, found[1]
+            files += found[2]
             sockets += connections
         return cls(minutes, rss, threads, files, sockets, at_rest)
 
@@ -86,6 +87,11 @@ class Sample:
     def rss_mib(self) -> float:
         """MiB of memory of all processes."""
         return sum(self.rss_mib_by_pid.values())
+
+    @property
+    def threads(self) -> int:
+        """Threads of all processes."""
+        return sum(self.threads_by_pid.values())
 
 
 def growth_figures(samples: Sequence[Sample]) -> dict[str, float]:
@@ -99,6 +105,8 @@ def growth_figures(samples: Sequence[Sample]) -> dict[str, float]:
     rests = [s for s in half if s.at_rest]
     lasting = set[int].intersection(*(set(s.rss_mib_by_pid) for s in rests))
     rss = [sum(s.rss_mib_by_pid[pid] for pid in lasting) for s in rests]
+    # A process that comes and goes, as the one that sorts, would be growth of its own.
+    threads = [sum(s.threads_by_pid[pid] for pid in lasting) for s in rests]
     slope = float(np.polyfit([s.minutes for s in rests], rss, 1)[0])
 
     def growth(name: str) -> float:
@@ -109,7 +117,7 @@ def growth_figures(samples: Sequence[Sample]) -> dict[str, float]:
         "rss_slope_mib_per_minute_second_half": slope,
         "rss_mib_end": half[-1].rss_mib,
         "rss_growth_mib": growth("rss_mib"),
-        "threads_growth": growth("threads"),
+        "threads_growth": threads[-1] - threads[0],
         "files_growth": growth("files"),
         "sockets_growth": growth("sockets"),
     }

@@ -17,7 +17,7 @@ from scripts.soak_server import LIMITS, Clients, Sample, growth_figures, limits_
 
 def samples(rss) -> list[Sample]:
     return [
-        Sample(n / 10, {7: rss(n / 10)}, 50 + (n > 70), 100, 20 + n, at_rest=n % 5 == 0)
+        Sample(n / 10, {7: rss(n / 10)}, {7: 50 + (n > 70)}, 100, 20 + n, at_rest=n % 5 == 0)
         for n in range(100)
     ]
 
@@ -34,12 +34,19 @@ def test_memory_that_levels_off_has_no_slope_and_a_leak_has_its_own():
 
 def test_a_process_that_comes_and_goes_is_no_leak():
     at_end = [
-        Sample(n / 10, {7: 1000.0} | ({8: 180.0} if n > 80 else {}), 50, 100, 20, n % 3 == 0)
+        Sample(
+            n / 10,
+            {7: 1000.0} | ({8: 180.0} if n > 80 else {}),
+            {7: 50} | ({8: 5} if n > 80 else {}),
+            100,
+            20,
+            n % 3 == 0,
+        )
         for n in range(100)
     ]
     figures = growth_figures(at_end)
     assert figures["rss_slope_mib_per_minute_second_half"] == pytest.approx(0)
-    assert figures["rss_mib_end"] == 1180
+    assert figures["rss_mib_end"] == 1180 and figures["threads_growth"] == 0
 
 
 def test_requests_under_way_are_no_slope_but_a_leak_beneath_them_is():
@@ -50,7 +57,8 @@ def test_requests_under_way_are_no_slope_but_a_leak_beneath_them_is():
         for n in range(1000):
             at_rest = n % 50 == 0
             under_way = 0 if at_rest else rng.uniform(0, n)  # ever more of them
-            run.append(Sample(n / 30, {7: 6000 + leak * n / 30 + under_way}, 50, 9, 9, at_rest))
+            rss = {7: 6000 + leak * n / 30 + under_way}
+            run.append(Sample(n / 30, rss, {7: 50}, 9, 9, at_rest))
         return growth_figures(run)["rss_slope_mib_per_minute_second_half"]
 
     assert slope(0) == pytest.approx(0)
