@@ -171,7 +171,7 @@ def test_captions_and_translations_of_a_file(server, tmp_path, capsys):
 
 
 def test_each_sentence_has_a_session_and_grows_in_it(server, tmp_path):
-    captions(server, CLIP, "--speed", "8")
+    captions(server, CLIP, "--speed", "4")
     sessions = list(dict.fromkeys(name for name, _, _ in server.sources))
     assert len(sessions) == 2
     sources = [source for name, source, _ in server.sources if name == sessions[0]]
@@ -254,7 +254,7 @@ def test_an_interrupt_ends_it_with_the_figures(server, number):
     process.stdin.flush()
     eventually(lambda: server.sources, what="the server gets something to translate")
     processes.signal_group(process, number)
-    process.wait(timeout=10)
+    process.wait(timeout=60)
     out, errors = process.stdout.read().decode(), process.stderr.read().decode()
     assert process.returncode == 128 + signal.SIGINT, errors
     assert "delay of captions:" in out
