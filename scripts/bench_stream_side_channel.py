@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from scripts.lib.client import generate_all
+from scripts.lib.client import events, generate_all
 from scripts.lib.figures import parser, report
-from scripts.lib.http_client import HTTP, lines
+from scripts.lib.http_client import HTTP
 from scripts.lib.server import Server
 from scripts.lib.spec_bench import spec_bench
 
@@ -101,14 +101,10 @@ def streamed(
         "temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True,
         "stream_interval": interval, "custom_params": {"ingest": False, **params},
     }  # fmt: skip
-    body = {"input_ids": list(ids), "sampling_params": sampling, "stream": True}
     totals, times = [0], []
-    with HTTP.stream("POST", f"{url}/generate", json=body, timeout=_TIMEOUT_S) as response:
-        response.raise_for_status()
-        for line in lines(response):
-            if line.startswith(b"data: {"):
-                totals.append(json.loads(line[6:])["meta_info"]["completion_tokens"])
-                times.append(time.perf_counter())
+    for event in events(url, {"input_ids": list(ids), "sampling_params": sampling}):
+        totals.append(json.loads(event)["meta_info"]["completion_tokens"])
+        times.append(time.perf_counter())
     gaps = np.diff(times)
     return Trace(tuple(int(n) for n in np.diff(totals)), float(gaps.mean()) if len(gaps) else 0.0)
 

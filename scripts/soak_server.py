@@ -105,7 +105,7 @@ def growth_figures(samples: Sequence[Sample]) -> dict[str, float]:
     rests = [s for s in half if s.at_rest]
     lasting = set[int].intersection(*(set(s.rss_mib_by_pid) for s in rests))
     rss = [sum(s.rss_mib_by_pid[pid] for pid in lasting) for s in rests]
-    # A process that comes and goes, as the one that sorts, would be growth of its own.
+    # A process that comes and goes would be growth of its own.
     threads = [sum(s.threads_by_pid[pid] for pid in lasting) for s in rests]
     slope = float(np.polyfit([s.minutes for s in rests], rss, 1)[0])
 

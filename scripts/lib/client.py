@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -66,16 +66,25 @@ def stream(
     **sampling: Any,
 ) -> Completion:
     """As `generate`, streamed, so that the time of the first token is known."""
-    body = _body(input_ids, params, max_new_tokens, sampling) | {"stream": True}
     start, first, last = time.perf_counter(), None, b""
-    with HTTP.stream("POST", base_url + "/generate", json=body, timeout=TIMEOUT_S) as response:
+    for event in events(base_url, _body(input_ids, params, max_new_tokens, sampling)):
+        first, last = first or time.perf_counter(), event
+    end = time.perf_counter()
+    return _completion(json.loads(last), end - start, end - (first or end))
+
+
+def events(base_url: str, body: Mapping[str, Any]) -> Iterator[bytes]:
+    """The JSON of each event of a streamed `/generate`, as it comes.
+
+    Raises:
+        httpx.HTTPStatusError: the request was refused.
+    """
+    begin, asked = b"data: ", {**body, "stream": True}
+    with HTTP.stream("POST", base_url + "/generate", json=asked, timeout=TIMEOUT_S) as response:
         response.raise_for_status()
         for line in lines(response):
-            if line.startswith(b"data: {"):
-                last = line
-                first = first or time.perf_counter()
-    end = time.perf_counter()
-    return _completion(json.loads(last[len(b"data: ") :]), end - start, end - (first or end))
+            if line.startswith(begin + b"{"):
+                yield line[len(begin) :]
 
 
 def _body(

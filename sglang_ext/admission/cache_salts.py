@@ -28,6 +28,32 @@ def salt_namespace(extra_key: str | None, cache_salt: str | None, key: str) -> s
     return _PREFIX + digest.hexdigest()
 
 
+def agreed_namespace(
+    given: str | None, extra_key: str | None, cache_salt: str | None, key: str
+) -> str | None:
+    """The namespace that a request's salts name, else the one that is given.
+
+    Args:
+        given: by custom_params or the header; None: by neither.
+        extra_key, cache_salt, key: as in `salt_namespace`.
+
+    Raises:
+        RequestOptionError: both name one, and not the same.
+    """
+    name = salt_namespace(extra_key, cache_salt, key)
+    if name is None:
+        return given
+    if given not in (None, name):
+        salts = (("extra_key", extra_key), ("cache_salt", cache_salt))
+        fields = " and ".join(field for field, value in salts if value)
+        raise RequestOptionError(
+            f"the namespace {shown(given)} (custom_params.namespace, or the header) contradicts "
+            f"{fields}, which names a namespace too: send one of them, or start the server with "
+            "--salt-namespaces 0, where salts divide the prefix cache alone"
+        )
+    return name
+
+
 def name_by_salts(request: Any, key: str) -> None:
     """Have a request's `custom_params` name the namespace of its salts.
 
@@ -40,17 +66,9 @@ def name_by_salts(request: Any, key: str) -> None:
         RequestOptionError: it names another namespace as well.
     """
     sampling = getattr(request, "sampling_params", None)
-    salts = {n: getattr(request, n, None) for n in ("extra_key", "cache_salt")}
-    name = salt_namespace(salts["extra_key"], salts["cache_salt"], key)
-    if name is None or sampling is None or not hasattr(sampling, "custom_params"):
+    extra_key, cache_salt = (getattr(request, n, None) for n in ("extra_key", "cache_salt"))
+    if sampling is None or not (extra_key or cache_salt):
         return
     params = sampling.custom_params or {}
-    given = params.get("namespace")
-    if given not in (None, name):
-        fields = " and ".join(field for field, value in salts.items() if value)
-        raise RequestOptionError(
-            f"the namespace {shown(given)} (custom_params.namespace, or the header) contradicts "
-            f"{fields}, which names a namespace too: send one of them, or start the server with "
-            "--salt-namespaces 0, where salts divide the prefix cache alone"
-        )
-    sampling.custom_params = {**params, "namespace": name}
+    namespace = agreed_namespace(params.get("namespace"), extra_key, cache_salt, key)
+    sampling.custom_params = {**params, "namespace": namespace}

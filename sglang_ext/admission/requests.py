@@ -14,7 +14,7 @@ from sglang_ext.request_options import shown
 
 # Deletions name a request by its id, in at most so many bytes (datastores).
 LONGEST_RID = 512
-_LONGEST_TEXT_FIELD = 4096
+LONGEST_TEXT_FIELD = 4096
 # SGLang's own, which a client could set over /generate.
 _INTERNAL = (
     "lora_id", "http_worker_ipc", "encoder_urls", "num_items_assigned", "need_wait_for_mm_inputs",
@@ -219,9 +219,9 @@ def _check_texts(name: str, value: Any) -> None:
         if not isinstance(text, str):
             raise AdmissionError(f"{name} must be a string, got {shown(text)}")
         check_text(name, text)
-        if len(text) > _LONGEST_TEXT_FIELD or (name == "rid" and not text.isprintable()):
+        if len(text) > LONGEST_TEXT_FIELD or (name == "rid" and not text.isprintable()):
             raise AdmissionError(
-                f"{name} must be at most {_LONGEST_TEXT_FIELD} characters"
+                f"{name} must be at most {LONGEST_TEXT_FIELD} characters"
                 + (", all of them printable" if name == "rid" else "")
             )
 

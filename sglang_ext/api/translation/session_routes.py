@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.requests import HTTPConnection
 
 from datastores import DEFAULT_NAMESPACE
-from sglang_ext.admission.cache_salts import salt_namespace
+from sglang_ext.admission.cache_salts import agreed_namespace
 from sglang_ext.api.http import (
     DONE,
     KEEP_ALIVE,
@@ -204,17 +204,16 @@ class _Routes:
     def _salted(self, settings: SessionSettings, owner: str) -> str:
         """The namespace whose outputs a session reads and joins: its salts', else its owner's."""
         options = self._backend().options
-        name = salt_namespace(settings.extra_key, settings.cache_salt, options.namespace_key)
-        if name is None or not options.salt_namespaces:
+        if not options.salt_namespaces:
             return owner
-        if owner not in (DEFAULT_NAMESPACE, name):
-            field = "extra_key" if settings.extra_key else "cache_salt"
-            raise ApiError(
-                f"the header {options.namespace_header} names the namespace {owner}, and {field} "
-                "another: send one of them",
-                param=field,
-            )
-        return name
+        given = None if owner == DEFAULT_NAMESPACE else owner
+        extra_key, cache_salt = settings.extra_key, settings.cache_salt
+        try:
+            name = agreed_namespace(given, extra_key, cache_salt, options.namespace_key)
+        except RequestOptionError as error:
+            param = "extra_key" if extra_key else "cache_salt"
+            raise ApiError(str(error), param=param) from None
+        return name or owner
 
     def _namespace(self, connection: HTTPConnection) -> str:
         """The namespace that the header names (namespaces.NamespaceHeader sees no WebSockets)."""

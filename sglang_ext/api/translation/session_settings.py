@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from sglang_ext.admission.requests import LONGEST_TEXT_FIELD
 from sglang_ext.api.fields import Text, Unexpected, explain
 from sglang_ext.api.http import ApiError, model_not_found, read_body
 from sglang_ext.api.languages import NAMES
@@ -26,7 +27,6 @@ _LONGEST_TEMPLATE = 8000
 _LONGEST_LANGUAGE = 64
 _MOST_MASKED = 4096
 _MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512  # OpenAI's
-_LONGEST_SALT = 4096
 # A character outside the BMP is 12 bytes of JSON escapes; the rest is for the other fields.
 _BYTES_PER_CHAR, _OTHER_BYTES = 12, 256 << 10
 
@@ -58,7 +58,7 @@ def _template(template: str) -> str:
 _Language = Annotated[Text, AfterValidator(_language)]
 _Key = Annotated[Text, StringConstraints(max_length=_LONGEST_KEY)]
 _Value = Annotated[Text, StringConstraints(max_length=_LONGEST_VALUE)]
-_Salt = Annotated[Text, StringConstraints(max_length=_LONGEST_SALT)]
+_Salt = Annotated[Text, StringConstraints(max_length=LONGEST_TEXT_FIELD)]
 
 
 class _Body(BaseModel):

@@ -94,6 +94,17 @@ def test_openai_routes_take_the_header(server):
     assert found["chat"] > 0 and found["completions"] > 0
 
 
+def body_of(path: str, params: dict) -> dict:
+    """A short request of a route, with custom_params where the route has them."""
+    return {
+        "/generate": {"text": "x", "sampling_params": {"custom_params": params}},
+        "/v1/chat/completions": {
+            "model": MODEL, "messages": [{"role": "user", "content": "x"}], "custom_params": params,
+        },
+        "/v1/completions": {"model": MODEL, "prompt": ["x", "y"], "custom_params": params},
+    }[path]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("header", "params", "message"),
     [
@@ -106,14 +117,7 @@ def test_openai_routes_take_the_header(server):
 )
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions"])
 def test_bad_namespaces_get_a_400(header, params, message, path, server):
-    body = {
-        "/generate": {"text": "x", "sampling_params": {"custom_params": params}},
-        "/v1/chat/completions": {
-            "model": MODEL, "messages": [{"role": "user", "content": "x"}], "custom_params": params,
-        },
-        "/v1/completions": {"model": MODEL, "prompt": ["x", "y"], "custom_params": params},
-    }[path]  # fmt: skip
-    response = generate(server, header, path, **body)
+    response = generate(server, header, path, **body_of(path, params))
     assert response.status_code == 400 and message in response.text
 
 
@@ -158,14 +162,7 @@ def test_each_prompt_of_a_batch_has_its_own_salt(server):
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize(("header", "params"), [("acme", {}), (None, {"namespace": "acme"})])
 def test_salts_that_contradict_a_namespace_get_a_400(header, params, path, server):
-    body = {
-        "/generate": {"text": "x", "sampling_params": {"custom_params": params}},
-        "/v1/chat/completions": {
-            "model": MODEL, "messages": [{"role": "user", "content": "x"}], "custom_params": params,
-        },
-        "/v1/completions": {"model": MODEL, "prompt": ["x", "y"], "custom_params": params},
-    }[path]  # fmt: skip
-    answer = generate(server, header, path, **body, cache_salt="pepper")
+    answer = generate(server, header, path, **body_of(path, params), cache_salt="pepper")
     assert answer.status_code == 400 and "contradicts cache_salt" in answer.text
 
 
