@@ -180,6 +180,11 @@ PREBUILT = Point(
 )  # fmt: skip
 
 # Schedulers and models.
+COMMITTED_TOKENS = Point(
+    _SRT + "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    "._resolve_spec_v2_tokens", How.AFTER, "step/relaxed_info",
+    "`meta_info` says which tokens were accepted by relaxation", takes="self, result, batch",
+)  # fmt: skip
 ARRIVAL = Point(
     _SRT + "disaggregation.decode.DecodePreallocQueue.add", How.AFTER, "disaggregation/arrivals",
     "drafting of a request begins when it arrives", takes="self, req, is_retracted, is_rebootstrap",

@@ -18,6 +18,7 @@ from sglang_ext.step.request_table import RequestTable, RunningRequest
 from sglang_ext.tree import PackedTrees, TokenTree, check_all
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.managers.schedule_batch import Req
 
     from datastores import Bigrams
@@ -333,6 +334,11 @@ class DraftPlanner:
                 self._tell_verified(running[b], trees[b], said)
         if self.metrics is not None and verified:
             self.metrics.note_verified([trees[b] for b in verified], accepted)
+
+    def note_relaxed(self, marks: "torch.Tensor | None") -> None:
+        """Relaxation accepted these of a step's tokens: bool[bs, n]; None: it was not asked for."""
+        if self.metrics is not None and marks is not None:
+            self.metrics.note_relaxed(int(marks.sum()))
 
     @staticmethod
     def _tell_verified(running: RunningRequest, tree: TokenTree, predicted: Sequence[int]) -> None:

@@ -22,6 +22,7 @@ from sglang_ext.cuda import encoder_tokens
 from sglang_ext.cuda.staging import full_mask, mask_starts, to_device
 from sglang_ext.step.bias import BiasedRows
 from sglang_ext.step.penalties import DevicePenalties, is_penalized
+from sglang_ext.step.relaxed import Relaxation, RelaxedNodes
 from sglang_ext.step.step_plan import Step
 from sglang_ext.step.verify import Accepted
 from sglang_ext.whisper.encoder_decoder import decoder_starts, keep_encoder_outputs
@@ -40,6 +41,7 @@ class VerifyTensors:
         positions: int64[bs * width], each node's in its sequence.
         slots: int64[bs * width], each node's in the KV pool.
         biased: the nodes with a biased token; None: there are none.
+        relaxed: the nodes that a relaxed rule may accept; None: there are none.
         nodes: int64[T], the flat indices of the nodes that the pass gives logits of; None: of all.
     """
 
@@ -47,6 +49,7 @@ class VerifyTensors:
     positions: torch.Tensor
     slots: torch.Tensor
     biased: BiasedRows | None
+    relaxed: RelaxedNodes | None = None
     nodes: npt.NDArray[np.int64] | None = None
 
 
@@ -77,7 +80,8 @@ class VerifyBatches:
         lens = batch.seq_lens_cpu.numpy()
         mask_at = mask_starts(lens, width)
         bias = step.expected.arrays() if step.expected is not None else []
-        tokens, positions, first, next_one, mask, starts, *rows = self.to_device(
+        relaxation = Relaxation.of(step.running, packed)
+        tokens, positions, first, next_one, mask, starts, *more = self.to_device(
             [
                 packed.tokens.reshape(-1),
                 (lens[:, None] + packed.depths).reshape(-1),
@@ -86,8 +90,10 @@ class VerifyBatches:
                 packed.mask,
                 mask_at,
                 *bias,
+                *(relaxation.arrays() if relaxation is not None else []),
             ]
         )
+        rows = more[: len(bias)]
         total = width * (int(lens.sum()) + bs * width)
         verify_input = NgramVerifyInput(
             draft_token=tokens,
@@ -118,7 +124,8 @@ class VerifyBatches:
         prepare_mamba_track_for_verify(batch)
         batch.spec_info = verify_input
         biased = BiasedRows(*rows) if rows and len(rows[0]) else None
-        return VerifyTensors(verify_input, positions, batch.out_cache_loc, biased)
+        relaxed = relaxation.nodes(more[len(bias) :]) if relaxation is not None else None
+        return VerifyTensors(verify_input, positions, batch.out_cache_loc, biased, relaxed)
 
     def to_device(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """The arrays as the target's tensors."""

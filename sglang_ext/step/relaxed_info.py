@@ -1,0 +1,62 @@
+"""Which tokens of an answer were accepted by relaxation, in the response's `meta_info`.
+
+SGLang sends a request's `customized_info` along with its output: lists with an entry for each
+output token, cut and joined as the tokens of a stream are (`_GenerationStreamAccumulator` in
+managers/scheduler_components/output_streamer.py). Ours is `relaxed_tokens`.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang_ext import sglang_points
+from sglang_ext.sglang_points.hooking import apply_hooks, hook
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from sglang_ext.step.step_result import StepResult
+
+logger = logging.getLogger(__name__)
+
+KEY = "relaxed_tokens"
+"""Of meta_info: for each output token 1 if relaxation has accepted it, else 0."""
+
+
+def tell_of_relaxed_tokens() -> None:
+    """Have the tokens of each step marked; in a scheduler."""
+    hook(sglang_points.COMMITTED_TOKENS, _committed)
+    apply_hooks()
+
+
+def _committed(
+    runs: Sequence[Sequence[int]], _processor: Any, result: Any, batch: "ScheduleBatch"
+) -> None:
+    try:
+        note_tokens(batch.reqs, runs, result)
+    except Exception:
+        # What is told of an answer must not end the server that writes it.
+        logger.exception("the relaxed tokens of a step were not noted")
+
+
+def note_tokens(reqs: Sequence["Req"], runs: Sequence[Sequence[int]], result: "StepResult") -> None:
+    """Mark the tokens that a step's requests are about to get.
+
+    Args:
+        runs: each request's new tokens, which its `output_ids` lack yet.
+    """
+    marks = result.relaxed.tolist() if result.relaxed is not None else None
+    for row, (req, run) in enumerate(zip(reqs, runs, strict=True)):
+        if not _asks(req) or req.finished() or req.is_retracted:
+            continue
+        if req.customized_info is None:
+            req.customized_info = {}
+        known = req.customized_info.setdefault(KEY, [])
+        known.extend([0] * (len(req.output_ids) - len(known)))
+        new = marks[row][: len(run)] if marks is not None else [0] * len(run)
+        known.extend(map(int, new))
+
+
+def _asks(req: "Req") -> bool:
+    params = getattr(req.sampling_params, "custom_params", None)
+    return bool(params) and params.get("relaxed") is not None
