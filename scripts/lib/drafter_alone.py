@@ -77,7 +77,8 @@ def write_alone(
 
 def likeliest_path(tree: TokenTree) -> list[int]:
     """The tokens of a tree from its root on, at each node the child that its drafter rates best."""
-    path, at = [], NO_PARENT
+    path: list[int] = []
+    at = NO_PARENT
     while True:
         children = [i for i in range(len(tree)) if tree.parents[i] == at]
         if not children:

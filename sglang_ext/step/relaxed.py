@@ -114,7 +114,9 @@ class Relaxation:
 
     def nodes(self, arrays: Sequence[torch.Tensor]) -> RelaxedNodes:
         """These nodes, given `arrays` as the target's tensors."""
-        return RelaxedNodes(*arrays, by_drafter=not bool(np.isnan(self.logprobs).all()))
+        parents, tokens, logprobs, top_betas, taus, ends = arrays
+        by_drafter = not bool(np.isnan(self.logprobs).all())
+        return RelaxedNodes(parents, tokens, logprobs, top_betas, taus, ends, by_drafter)
 
 
 def relax(chosen: torch.Tensor, logits: torch.Tensor, relaxed: RelaxedNodes) -> torch.Tensor:

@@ -6,7 +6,7 @@ managers/scheduler_components/output_streamer.py). Ours is `relaxed_tokens`.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext import sglang_points
@@ -59,4 +59,4 @@ def note_tokens(reqs: Sequence["Req"], runs: Sequence[Sequence[int]], result: "S
 
 def _asks(req: "Req") -> bool:
     params = getattr(req.sampling_params, "custom_params", None)
-    return bool(params) and params.get("relaxed") is not None
+    return isinstance(params, Mapping) and params.get("relaxed") is not None

@@ -48,7 +48,7 @@ class VerifyTensors:
     verify_input: NgramVerifyInput
     positions: torch.Tensor
     slots: torch.Tensor
-    biased: BiasedRows | None
+    biased: BiasedRows | None = None
     relaxed: RelaxedNodes | None = None
     nodes: npt.NDArray[np.int64] | None = None
 
@@ -81,7 +81,8 @@ class VerifyBatches:
         mask_at = mask_starts(lens, width)
         bias = step.expected.arrays() if step.expected is not None else []
         relaxation = Relaxation.of(step.running, packed)
-        tokens, positions, first, next_one, mask, starts, *more = self.to_device(
+        relaxed = relaxation.arrays() if relaxation is not None else []
+        tokens, positions, first, next_one, mask, starts, *rules = self.to_device(
             [
                 packed.tokens.reshape(-1),
                 (lens[:, None] + packed.depths).reshape(-1),
@@ -90,10 +91,9 @@ class VerifyBatches:
                 packed.mask,
                 mask_at,
                 *bias,
-                *(relaxation.arrays() if relaxation is not None else []),
+                *relaxed,
             ]
         )
-        rows = more[: len(bias)]
         total = width * (int(lens.sum()) + bs * width)
         verify_input = NgramVerifyInput(
             draft_token=tokens,
@@ -108,8 +108,19 @@ class VerifyBatches:
         )
         if not self.on_host:
             encoder_tokens.keep_encoder_lens(verify_input, batch)
+        self._have_verified(batch, verify_input)
+        made = VerifyTensors(verify_input, positions, batch.out_cache_loc)
+        if bias and len(bias[0]):
+            made.biased = BiasedRows(*rules[: len(bias)])
+        if relaxation is not None:
+            made.relaxed = relaxation.nodes(rules[len(bias) :])
+        return made
+
+    def _have_verified(self, batch: "ScheduleBatch", verify_input: NgramVerifyInput) -> None:
+        """Make `batch` one of `verify_input`, whose nodes get the next slots of each request."""
+        width = verify_input.draft_token_num
         batch.forward_mode = ForwardMode.TARGET_VERIFY
-        batch.input_ids = tokens
+        batch.input_ids = verify_input.draft_token
         begin = decoder_starts(batch)
         keep_encoder_outputs(batch)
         batch.out_cache_loc = assign_extend_cache_locs_func(
@@ -117,15 +128,12 @@ class VerifyBatches:
             req_to_token=self.pool.req_to_token,
             start_offset=begin,
             end_offset=begin + width,
-            batch_size=bs,
+            batch_size=len(begin),
             draft_token_num=width,
             device=self.device,
         )
         prepare_mamba_track_for_verify(batch)
         batch.spec_info = verify_input
-        biased = BiasedRows(*rows) if rows and len(rows[0]) else None
-        relaxed = relaxation.nodes(more[len(bias) :]) if relaxation is not None else None
-        return VerifyTensors(verify_input, positions, batch.out_cache_loc, biased, relaxed)
 
     def to_device(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """The arrays as the target's tensors."""

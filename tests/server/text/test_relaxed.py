@@ -18,19 +18,22 @@ from tests.server.text.test_equal_to_plain import answer
 WIDEST = {"top_beta": 32, "tau": 10.0}
 NARROW = {"top_beta": 3, "tau": 1.0}
 TOKENS = 24
+UNSEEN = {"drafter": "none", "ingest": False}
 
 
 @pytest.fixture(scope="module")
-def drafts(plain_server, prompts) -> list[list[int]]:
-    """For each of four prompts a draft that a model could have written: another one's output."""
+def plain(sssd_server, prompts) -> list[list[int]]:
+    """What plain decoding writes after four prompts."""
+    sampling = {"max_new_tokens": TOKENS, "ignore_eos": True, "custom_params": UNSEEN}
     with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(lambda p: plain(plain_server, p), prompts[:4]))
-    return made[1:] + made[:1]
+        made = pool.map(lambda prompt: answer(sssd_server, prompt, **sampling), prompts[:4])
+        return [each["output_ids"] for each in made]
 
 
-def plain(server: Server, prompt, **sampling: Any) -> list[int]:
-    sampling = {"max_new_tokens": TOKENS, "ignore_eos": True} | sampling
-    return answer(server, prompt, **sampling)["output_ids"]
+@pytest.fixture(scope="module")
+def drafts(plain) -> list[list[int]]:
+    """For each of the prompts a draft that a model could have written: another one's output."""
+    return plain[1:] + plain[:1]
 
 
 def params_of(draft: list[int], relaxed: dict | None) -> dict[str, Any]:
@@ -48,7 +51,7 @@ def chances(server: Server, prompt, output) -> list[tuple[float, list[tuple[floa
     """For each output token its log-probability, and the 32 best by plain decoding."""
     body = {
         "input_ids": [*prompt.input_ids, *output],
-        "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1, "custom_params": UNSEEN},
         "return_logprob": True,
         "logprob_start_len": len(prompt.input_ids) - 1,
         "top_logprobs_num": 32,
@@ -60,17 +63,17 @@ def chances(server: Server, prompt, output) -> list[tuple[float, list[tuple[floa
 
 @pytest.mark.parametrize("rule", [NARROW, WIDEST], ids=["narrow", "widest"])
 def test_every_token_is_the_targets_own_or_passes_the_equations(
-    rule, plain_server, sssd_server, prompts, drafts
+    rule, sssd_server, prompts, plain, drafts
 ):
     relaxed = steps = exact_steps = 0
-    for prompt, draft in zip(prompts, drafts, strict=False):
+    for prompt, draft, own in zip(prompts, drafts, plain, strict=False):
         made = relaxed_answer(sssd_server, prompt, draft, rule)
         exact = relaxed_answer(sssd_server, prompt, draft, None)
-        assert exact["output_ids"] == plain(plain_server, prompt)
+        assert exact["output_ids"] == own
         assert "relaxed_tokens" not in exact["meta_info"]
         marks, output = made["meta_info"]["relaxed_tokens"], made["output_ids"]
         assert len(marks) == len(output) == TOKENS
-        scored = chances(plain_server, prompt, output)
+        scored = chances(sssd_server, prompt, output)
         for mark, token, (logprob, best) in zip(marks, output, scored, strict=True):
             if mark:
                 assert token != best[0][1] and token in draft
@@ -96,7 +99,7 @@ def test_requests_beside_relaxed_ones_keep_their_output(plain_server, sssd_serve
         )
     for (number, rule), got in zip(jobs, made, strict=True):
         if rule is None:
-            assert got["output_ids"] == plain(plain_server, prompts[number])
+            assert got["output_ids"] == plain[number]
         else:
             assert len(got["meta_info"]["relaxed_tokens"]) == TOKENS
 
