@@ -184,6 +184,11 @@ class DraftPlanner:
         if bias is not None:
             bias.check(self._vocab_size)
 
+    def relaxed_in_prefill(self, reqs: Sequence["Req"]) -> list[RunningRequest | None]:
+        """Those of requests whose prompts are being read that have a relaxed rule."""
+        read = [self.requests.prefilled(req) for req in reqs]
+        return [r if r is not None and r.relaxed is not None else None for r in read]
+
     def note_known(self, tokens: Sequence[int], seconds: float) -> None:
         """Each request of a step got so many tokens that were known before it."""
         if self.metrics is not None:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext.tree import PackedTrees
+from sglang_ext.tree import PackedTrees, TokenTree
 
 if TYPE_CHECKING:
     from sglang_ext.step.request_table import RunningRequest
@@ -68,8 +68,19 @@ class RelaxedNodes:
 
 
 @dataclass(frozen=True)
+class _Drafted:
+    """One request's nodes: where their tokens' rows of logits are, the tokens and log-probabilities
+    (None: the drafter has none)."""
+
+    of: "RunningRequest"
+    parents: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float32] | None
+
+
+@dataclass(frozen=True)
 class Relaxation:
-    """RelaxedNodes on the host, with flat indices (row * width + node) for parents."""
+    """RelaxedNodes on the host."""
 
     parents: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int64]
@@ -80,26 +91,53 @@ class Relaxation:
 
     @classmethod
     def of(cls, running: "Sequence[RunningRequest]", packed: PackedTrees) -> "Relaxation | None":
-        """What of a step's trees may be accepted by relaxation; None: nothing."""
-        rows = [b for b, r in enumerate(running) if r.relaxed is not None and packed.sizes[b] > 1]
-        if not rows:
-            return None
-        sizes = packed.sizes[rows] - 1
-        at = np.concatenate(
-            [b * packed.width + np.arange(1, 1 + n) for b, n in zip(rows, sizes, strict=True)]
+        """What of a step's trees may be accepted by relaxation, rows of logits by flat index
+        (row * width + node); None: nothing."""
+        return cls._joined(
+            [
+                _Drafted(
+                    r,
+                    b * packed.width + packed.parents[b, 1:n].astype(np.int64),
+                    packed.tokens[b, 1:n],
+                    None if packed.logprobs is None else packed.logprobs[b, 1:n],
+                )
+                for b, (r, n) in enumerate(zip(running, packed.sizes.tolist(), strict=True))
+                if r.relaxed is not None and n > 1
+            ]
         )
-        parents = packed.parents.reshape(-1)[at] + at // packed.width * packed.width
-        rules = [running[b].relaxed for b in rows]
-        logprobs = np.full(len(at), np.nan, dtype=np.float32)
-        if packed.logprobs is not None:
-            asked = np.repeat([rule.by == "drafter" for rule in rules if rule is not None], sizes)
-            logprobs[asked] = packed.logprobs.reshape(-1)[at][asked]
-        ends = np.full((len(rows), max(len(running[b].ends) for b in rows)), _NO_TOKEN, np.int64)
-        for row, b in zip(ends, rows, strict=True):
-            row[: len(running[b].ends)] = running[b].ends
+
+    @classmethod
+    def of_chains(
+        cls,
+        running: "Sequence[RunningRequest | None]",
+        chains: Sequence[TokenTree],
+        roots: npt.NDArray[np.int64],
+    ) -> "Relaxation | None":
+        """The same of chains, whose rows of logits follow that of their root; None: nothing."""
+        return cls._joined(
+            [
+                _Drafted(r, root + np.arange(len(chain)), chain.tokens, chain.logprobs)
+                for r, chain, root in zip(running, chains, roots.tolist(), strict=True)
+                if r is not None and r.relaxed is not None and len(chain)
+            ]
+        )
+
+    @classmethod
+    def _joined(cls, parts: Sequence[_Drafted]) -> "Relaxation | None":
+        if not parts:
+            return None
+        sizes = [len(part.tokens) for part in parts]
+        rules = [part.of.relaxed for part in parts]
+        ends = np.full((len(parts), max(len(p.of.ends) for p in parts)), _NO_TOKEN, np.int64)
+        logprobs = np.full(sum(sizes), np.nan, dtype=np.float32)
+        places = np.split(logprobs, np.cumsum(sizes)[:-1])
+        for row, place, part, rule in zip(ends, places, parts, rules, strict=True):
+            row[: len(part.of.ends)] = part.of.ends
+            if part.logprobs is not None and rule is not None and rule.by == "drafter":
+                place[:] = part.logprobs
         return cls(
-            parents.astype(np.int64),
-            packed.tokens.reshape(-1)[at],
+            np.concatenate([part.parents for part in parts]),
+            np.concatenate([part.tokens for part in parts]),
             logprobs,
             np.repeat([rule.top_beta for rule in rules if rule is not None], sizes),
             np.repeat([rule.tau for rule in rules if rule is not None], sizes).astype(np.float32),

@@ -57,6 +57,11 @@ def note_tokens(reqs: Sequence["Req"], runs: Sequence[Sequence[int]], result: "S
         known.extend(map(int, new))
 
 
+def note_first_token(req: "Req") -> None:
+    """Mark the token that a request is about to get from its prefill."""
+    req.customized_info = (req.customized_info or {}) | {KEY: [1]}
+
+
 def _asks(req: "Req") -> bool:
     params = getattr(req.sampling_params, "custom_params", None)
     return isinstance(params, Mapping) and params.get("relaxed") is not None

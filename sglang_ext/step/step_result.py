@@ -42,9 +42,10 @@ class Committed:
             return self
         tokens, lens = head.joined(self.tokens, self.lens, most)
         relaxed = None
-        if self.relaxed is not None:  # of the tokens in front none is
-            none = replace(head, tokens=torch.zeros_like(head.tokens, dtype=torch.bool))
-            relaxed = none.joined(self.relaxed, self.lens, most)[0]
+        if self.relaxed is not None or head.relaxed is not None:
+            first = _marks(head.relaxed, head.tokens)
+            behind = _marks(self.relaxed, self.tokens)
+            relaxed = replace(head, tokens=first).joined(behind, self.lens, most)[0]
         return Committed(tokens, lens, self.new_seq_lens, relaxed)
 
 
@@ -96,7 +97,7 @@ class StepResult(GenerationBatchResult):
     def of_known(cls, head: "KnownHead", new_seq_lens: torch.Tensor, stride: int) -> "StepResult":
         """The result of a step without a pass: every request gets known tokens alone."""
         passed = GenerationBatchResult(LogitsProcessorOutput(next_token_logits=None))
-        return cls.of(passed, Committed(head.tokens, head.lens, new_seq_lens), stride)
+        return cls.of(passed, Committed(head.tokens, head.lens, new_seq_lens, head.relaxed), stride)
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
         """As SGLang's, `learned` and `relaxed` included."""
@@ -121,3 +122,8 @@ class StepResult(GenerationBatchResult):
         tokens = self.next_token_ids.view(-1, width).tolist()
         lens = self.accept_lens.tolist()
         return [row[:n] for row, n in zip(tokens, lens, strict=True)]
+
+
+def _marks(relaxed: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    """bool as `tokens`: `relaxed`, or that none is."""
+    return torch.zeros_like(tokens, dtype=torch.bool) if relaxed is None else relaxed

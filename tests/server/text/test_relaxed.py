@@ -88,7 +88,7 @@ def test_every_token_is_the_targets_own_or_passes_the_equations(
     assert steps < exact_steps
 
 
-def test_requests_beside_relaxed_ones_keep_their_output(plain_server, sssd_server, prompts, drafts):
+def test_requests_beside_relaxed_ones_keep_their_output(sssd_server, prompts, plain, drafts):
     jobs = [(i % 4, WIDEST if i % 2 else None) for i in range(8)]
     with ThreadPoolExecutor(8) as pool:
         made = list(

@@ -360,5 +360,5 @@ def test_known_tokens_in_front_of_a_step_are_not_relaxed():
     )
     made = step.behind(head, 8)
     assert made.tokens.tolist() == [[3, 4, 7, 8, 0], [9, 0, 0, 0, 0]]
-    assert made.relaxed is not None
+    assert made.relaxed is not None and made.relaxed.dtype == torch.bool
     assert made.relaxed.tolist() == [[False, False, True, False, False], [True] + [False] * 4]
