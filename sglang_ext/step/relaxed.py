@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from sglang_ext.step.request_table import RunningRequest
 
 _NO_TOKEN = -1
+MOST_LOGITS = 1 << 24
+"""Logits that are copied at a time: a large batch's would take as much memory again."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class RelaxedNodes:
     def __len__(self) -> int:
         return len(self.parents)
 
-    def at(self, index: torch.Tensor) -> "RelaxedNodes":
-        """Those of them at int64[n] or bool[m] `index`."""
+    def at(self, index: torch.Tensor | slice) -> "RelaxedNodes":
+        """Those of them at `index`: int64[n], bool[m] or a slice."""
         return RelaxedNodes(
             self.parents[index], self.tokens[index], self.logprobs[index],
             self.top_betas[index], self.taus[index], self.ends[index], self.by_drafter,
@@ -207,7 +209,16 @@ def marks_of(taken: torch.Tensor, accept_index: torch.Tensor) -> torch.Tensor:
 
 
 def _passing(logits: torch.Tensor, relaxed: RelaxedNodes) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool[m], the nodes that pass Eqs. 6 and 7; float32[m], the logits of their tokens.
+    """bool[m], the nodes that pass Eqs. 6 and 7; float32[m], the logits of their tokens."""
+    size = max(1, MOST_LOGITS // logits.shape[1])
+    starts = range(0, max(1, len(relaxed)), size)
+    parts = [_judged(logits, relaxed.at(slice(i, i + size))) for i in starts]
+    passes, likely = zip(*parts, strict=True)
+    return torch.cat(passes), torch.cat(likely)
+
+
+def _judged(logits: torch.Tensor, relaxed: RelaxedNodes) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_passing`, in one go.
 
     Differences of logits are those of log-probabilities. A token that the target cannot write (a
     grammar forbids it) never passes, whatever its drafter says of it.

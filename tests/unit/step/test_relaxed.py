@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.drafters import Bias
 from sglang_ext.request_options import RelaxedRule
-from sglang_ext.step import relaxed_info
+from sglang_ext.step import relaxed, relaxed_info
 from sglang_ext.step.bias import BiasedRows, Expected
 from sglang_ext.step.known_tokens import KnownHead
 from sglang_ext.step.relaxed import Relaxation
@@ -40,18 +40,18 @@ class Mixed(Multinomial):
 
 def on_host(logits, packed, running, *, ragged=False, biased=None, **sampling) -> Accepted:
     relaxation = Relaxation.of(running, packed)
-    relaxed = relaxation and relaxation.nodes([torch.from_numpy(a) for a in relaxation.arrays()])
+    nodes_of = relaxation and relaxation.nodes([torch.from_numpy(a) for a in relaxation.arrays()])
     info = Sampling(torch.ones(len(running), 1), **({"is_all_greedy": True} | sampling))
     nodes = packed.nodes() if ragged else None
     rows = logits if nodes is None else logits[torch.from_numpy(nodes)]
     positions = torch.arange(packed.tokens.size)
-    return accept_on_host(rows.clone(), packed, info, positions, Mixed(0), nodes, biased, relaxed)
+    return accept_on_host(rows.clone(), packed, info, positions, Mixed(0), nodes, biased, nodes_of)
 
 
 def on_device(logits, packed, running, *, biased=None, **sampling) -> Accepted:
     """The rules that a device runs, on the CPU."""
     relaxation = Relaxation.of(running, packed)
-    relaxed = relaxation and relaxation.nodes([torch.from_numpy(a) for a in relaxation.arrays()])
+    nodes_of = relaxation and relaxation.nodes([torch.from_numpy(a) for a in relaxation.arrays()])
     info = Sampling(torch.ones(len(running), 1), **({"is_all_greedy": True} | sampling))
     bs, width = packed.tokens.shape
     verify_input = SimpleNamespace(
@@ -64,7 +64,7 @@ def on_device(logits, packed, running, *, biased=None, **sampling) -> Accepted:
     )
     positions = torch.arange(bs * width)
     return accept_on_device(
-        logits.clone(), verify_input, info, positions, Mixed(0), ALONE, biased, relaxed
+        logits.clone(), verify_input, info, positions, Mixed(0), ALONE, biased, nodes_of
     )
 
 
@@ -169,6 +169,20 @@ def test_both_paths_follow_the_rule_on_random_trees(batch):
         assert marks_in(accepted) == [marked for _, marked in wanted]
 
 
+@pytest.mark.parametrize("most", [1, 3 * VOCAB])
+def test_rows_are_judged_in_parts_where_they_are_many(most, monkeypatch):
+    rng = np.random.default_rng(3)
+    trees = [TokenTree.chain(rng.integers(0, VOCAB, 9).tolist()) for _ in range(4)]
+    packed = pack([0] * 4, trees, 10)
+    logits = torch.from_numpy(rng.normal(0, 1, (40, VOCAB)).astype(np.float32))
+    asked = [asking(RelaxedRule(top_beta=4, tau=2.0))] * 4
+    whole = on_device(logits, packed, asked)
+    monkeypatch.setattr(relaxed, "MOST_LOGITS", most)
+    parts = on_device(logits, packed, asked)
+    assert committed(parts) == committed(whole) and marks_in(parts) == marks_in(whole)
+    assert any(map(any, marks_in(whole)))
+
+
 @settings(max_examples=50, deadline=None)
 @given(batches())
 def test_exact_requests_beside_relaxed_ones_are_bit_exact(batch):
@@ -188,8 +202,8 @@ def test_a_sampled_request_beside_a_relaxed_one_is_sampled_as_ever():
     packed = pack([0] * 40, trees, 3)
     logits = torch.from_numpy(rng.normal(0, 1, (120, VOCAB)).astype(np.float32))
     sampling = {"is_all_greedy": False, "top_ks": torch.tensor([1, 1 << 30] * 20)}
-    relaxed = [asking(RelaxedRule(top_beta=8, tau=9)), asking(None)] * 20
-    with_it = committed(on_device(logits, packed, relaxed, **sampling))
+    asked = [asking(RelaxedRule(top_beta=8, tau=9)), asking(None)] * 20
+    with_it = committed(on_device(logits, packed, asked, **sampling))
     without = committed(on_device(logits, packed, [asking(None)] * 40, **sampling))
     assert with_it[1::2] == without[1::2]
     assert with_it[::2] != without[::2]
@@ -320,8 +334,8 @@ def test_cut_and_merged_trees_keep_their_log_probabilities():
 class FakeReq:
     """What marks read of SGLang's Req."""
 
-    def __init__(self, relaxed, output):
-        self.sampling_params = SimpleNamespace(custom_params={"relaxed": relaxed})
+    def __init__(self, rule, output):
+        self.sampling_params = SimpleNamespace(custom_params={"relaxed": rule})
         self.output_ids, self.customized_info = list(output), None
         self.done = self.is_retracted = False
 
