@@ -100,6 +100,7 @@ def test_requests_beside_relaxed_ones_keep_their_output(sssd_server, prompts, pl
     for (number, rule), got in zip(jobs, made, strict=True):
         if rule is None:
             assert got["output_ids"] == plain[number]
+            assert "relaxed_tokens" not in got["meta_info"]
         else:
             assert len(got["meta_info"]["relaxed_tokens"]) == TOKENS
 

@@ -362,6 +362,39 @@ def test_marks_stand_beside_their_tokens():
     assert exact.customized_info is None and done.customized_info is None
 
 
+def test_a_prefills_token_is_marked_before_it_is_sent():
+    asks, exact = FakeReq({}, [1]), FakeReq(None, [1])
+    for req in (asks, exact):
+        relaxed_info._collected(None, None, 0, req, None)
+    assert asks.customized_info == {relaxed_info.KEY: [0]} and exact.customized_info is None
+
+
+def test_answers_that_are_sent_together_are_told_of_their_own_tokens():
+    """SGLang fills in None for requests beside one that has marks."""
+
+    def tell(meta_info, state, info, index):
+        relaxed_info._told(sglangs, None, meta_info, state, info, index, None)
+
+    def sglangs(_manager, meta_info, state, info, index, _reason):
+        for key, values in info.items():
+            state.customized_info_accumulated.setdefault(key, []).extend(values[index])
+            meta_info[key] = state.customized_info_accumulated[key]
+
+    asks, exact = (
+        SimpleNamespace(customized_info_accumulated={}, output_ids=[5]) for _ in range(2)
+    )
+    info = {relaxed_info.KEY: [[1, 0], [None, None]], "other": [[7, 7], [8, 8]]}
+    first, second = {}, {}
+    tell(first, asks, info, 0)
+    tell(second, exact, info, 1)
+    # Of what came before, a prefill server's token, nothing was said.
+    assert first == {relaxed_info.KEY: [0, 1, 0], "other": [7, 7]}
+    assert second == {"other": [8, 8]}
+    asks.output_ids += [6, 7]
+    tell(first, asks, {relaxed_info.KEY: [[], [None]]}, 0)
+    assert first[relaxed_info.KEY] == [0, 1, 0]
+
+
 def test_known_tokens_in_front_of_a_step_are_not_relaxed():
     head = KnownHead(
         torch.tensor([[3, 4], [0, 0]]), torch.tensor([2, 0], dtype=torch.int32), [2, 0]
