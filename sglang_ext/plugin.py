@@ -75,8 +75,10 @@ def _register() -> None:
     grammar_cache.register(_is_ours, lambda: Options.from_env().grammar_cache_mb)
     if multiprocessing.parent_process() is None or in_http_worker:
         from sglang_ext.admission import hooks as admission
+        from sglang_ext.api import predicted_outputs
 
         admission.register(_is_ours)
+        predicted_outputs.register(_is_ours)
     _open_corpus_endpoints()
     _widen_request_rows()
     audio_processor.register()

@@ -22,6 +22,8 @@ NO_DRAFTER = "none"
 _NAMESPACE = r"[A-Za-z0-9._:@-]{1,128}"
 # What a file name, a log line and a URL can all carry; request ids are shorter.
 _INGEST_NAME = r"[!-~]{1,256}"
+LONGEST_PREDICTION = 1 << 18
+"""Characters."""
 _EXPECTED = {
     "draft_length": "a whole number of at least 0",
     "budget": "auto or fixed",
@@ -29,6 +31,7 @@ _EXPECTED = {
     "ingest": "true or false",
     "namespace": "1 to 128 characters of A-Z a-z 0-9 . _ : @ -",
     "ingest_name": "1 to 256 visible ASCII characters",
+    "prediction": f"text of at most {LONGEST_PREDICTION} characters",
 }
 
 
@@ -49,6 +52,8 @@ class RequestOptions(BaseModel):
         ingest: whether its finished output may join the datastore.
         namespace: whose served outputs it reads and joins, beside the shared corpora.
         ingest_name: the name under which its output can be deleted; None: the request's id.
+        prediction: what it will write, as the client expects; a draft. Schedulers get its tokens
+            instead (admission/predictions.py). None: nothing.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
@@ -60,6 +65,7 @@ class RequestOptions(BaseModel):
     ingest: bool = True
     namespace: Annotated[str, StringConstraints(pattern=f"^{_NAMESPACE}$")] = DEFAULT_NAMESPACE
     ingest_name: Annotated[str, StringConstraints(pattern=f"^{_INGEST_NAME}$")] | None = None
+    prediction: Annotated[str, StringConstraints(max_length=LONGEST_PREDICTION)] | None = None
 
     @field_validator("drafter", mode="before")
     @classmethod

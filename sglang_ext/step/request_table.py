@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from sglang_ext.budget.choice import Calibration
 from sglang_ext.drafters import DraftRequest
+from sglang_ext.drafters.predicted_text import TOKENS_KEY
 from sglang_ext.request_options import NO_DRAFTER, RequestOptionError, RequestOptions
 from sglang_ext.step.asking import AskedDrafter
 from sglang_ext.whisper.encoder_decoder import audio_features
@@ -112,7 +113,12 @@ class RequestTable:
         self._running: dict[str, RunningRequest] = {}
         # Their prompts are read (here or elsewhere), their first step is still to come.
         self._prefilled: dict[str, RunningRequest] = {}
-        self._calibrations = {name: Calibration() for name in [*drafters, NO_DRAFTER]}
+        # By the drafter's name, and whether requests bring a prediction, which it drafts first.
+        self._calibrations = {
+            (name, predicts): Calibration()
+            for name in [*drafters, NO_DRAFTER]
+            for predicts in (False, True)
+        }
 
     def update(
         self, reqs: Sequence["Req"], pending: Sequence[Sequence[int]] | None
@@ -269,12 +275,13 @@ class RequestTable:
             features=audio_features(req),
         )
         name = options.drafter or self._default
+        kind = name if name in self._drafters else NO_DRAFTER
         return RunningRequest(
             req,
             draft,
             self._drafters.get(name),
             min(length, self._max_nodes),
-            self._calibrations[name if name in self._drafters else NO_DRAFTER].for_request(),
+            self._calibrations[kind, TOKENS_KEY in params].for_request(),
             fixed_budget=options.budget == "fixed",
             ends=ending_tokens(req),
         )
