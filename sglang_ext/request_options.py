@@ -22,6 +22,8 @@ NO_DRAFTER = "none"
 _NAMESPACE = r"[A-Za-z0-9._:@-]{1,128}"
 # What a file name, a log line and a URL can all carry; request ids are shorter.
 _INGEST_NAME = r"[!-~]{1,256}"
+_MOST_CORPORA = 32
+_LONGEST_CORPUS = 512
 LONGEST_PREDICTION = 1 << 18
 """Characters."""
 _EXPECTED = {
@@ -31,8 +33,12 @@ _EXPECTED = {
     "ingest": "true or false",
     "namespace": "1 to 128 characters of A-Z a-z 0-9 . _ : @ -",
     "ingest_name": "1 to 256 visible ASCII characters",
+    "corpora": f"a list of at most {_MOST_CORPORA} names of corpora",
     "prediction": f"text of at most {LONGEST_PREDICTION} characters",
 }
+
+
+_CorpusName = Annotated[str, StringConstraints(min_length=1, max_length=_LONGEST_CORPUS)]
 
 
 class RequestOptionError(ValueError):
@@ -52,6 +58,8 @@ class RequestOptions(BaseModel):
         ingest: whether its finished output may join the datastore.
         namespace: whose served outputs it reads and joins, beside the shared corpora.
         ingest_name: the name under which its output can be deleted; None: the request's id.
+        corpora: names of the corpora that it drafts from, of the shared ones and its namespace's;
+            none of them: it drafts from no corpus. None: all that it may read.
         prediction: what it will write, as the client expects; a draft. Schedulers get its tokens
             instead (admission/predictions.py). None: nothing.
     """
@@ -65,6 +73,7 @@ class RequestOptions(BaseModel):
     ingest: bool = True
     namespace: Annotated[str, StringConstraints(pattern=f"^{_NAMESPACE}$")] = DEFAULT_NAMESPACE
     ingest_name: Annotated[str, StringConstraints(pattern=f"^{_INGEST_NAME}$")] | None = None
+    corpora: Annotated[tuple[_CorpusName, ...], Field(max_length=_MOST_CORPORA)] | None = None
     prediction: Annotated[str, StringConstraints(max_length=LONGEST_PREDICTION)] | None = None
 
     @field_validator("drafter", mode="before")
@@ -78,6 +87,11 @@ class RequestOptions(BaseModel):
     @classmethod
     def _default_where_none(cls, namespace: Any) -> Any:
         return DEFAULT_NAMESPACE if namespace is None else namespace
+
+    @field_validator("corpora", mode="before")
+    @classmethod
+    def _as_json_has_them(cls, corpora: Any) -> Any:
+        return tuple(corpora) if isinstance(corpora, list) else corpora
 
     @classmethod
     def parse(cls, params: Mapping[str, Any] | None, drafters: Collection[str]) -> "RequestOptions":

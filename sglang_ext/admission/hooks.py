@@ -9,6 +9,7 @@ from sglang_ext.admission.cache_salts import name_by_salts
 from sglang_ext.admission.errors import AdmissionError, refusing
 from sglang_ext.admission.predictions import bring_tokens, tokenize_early
 from sglang_ext.admission.requests import Limits, RequestCheck
+from sglang_ext.api.datastore.known_corpora import check_corpora
 from sglang_ext.options import Options
 from sglang_ext.sglang_points.hooking import hook
 
@@ -41,6 +42,7 @@ def register(is_ours: Callable[[], bool]) -> None:
             _check().tokenized(made, prompt_is_tokens=made.mm_inputs is None)
         if _options().salt_namespaces:
             name_by_salts(made, _options().namespace_key)
+        check_corpora(made)
         bring_tokens(made, getattr(manager, "tokenizer", None))
         return made
 

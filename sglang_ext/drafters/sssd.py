@@ -86,8 +86,8 @@ class RetrievalDrafter(Drafter):
         """The likeliest continuations of each request, best first.
 
         A request's drafts come from what it predicts; where it has none, or the two have parted,
-        from its own tokens and, unless it asks for these alone, from the shared corpora and what
-        its namespace was served before.
+        from its own tokens and, unless it asks for these alone, from corpora (those that it
+        chooses, else all that its namespace may read) and what its namespace was served before.
         """
         trees = [self._predicted(request, max_nodes) for request in requests]
         rows = [i for i, r in enumerate(requests) if not self._agrees(r)]
@@ -115,11 +115,11 @@ class RetrievalDrafter(Drafter):
             # Here and not in `observe`: one call for the tokens of several plain steps.
             trie = request.state.trie
             trie.extend(request.output[len(trie) - len(request.prompt) :])
-        namespaces = {r.options.namespace for r in requests}
-        snapshots = {name: self.datastore.snapshot(name) for name in namespaces}
+        read = {_reads(r) for r in requests if r.options.datastore}
+        snapshots = {what: self.datastore.snapshot(*what) for what in read}
         drafts = retrieve(
             [r.state.trie for r in requests],
-            [snapshots[r.options.namespace] if r.options.datastore else None for r in requests],
+            [snapshots[_reads(r)] if r.options.datastore else None for r in requests],
             max_nodes,
             self.config,
             bigrams=self._bigrams,
@@ -142,6 +142,12 @@ class RetrievalDrafter(Drafter):
         """Serve a named corpus beside the live outputs; returns its number of tokens."""
         return self.datastore.add_corpus(name, documents)
 
+    def add_bound_corpus(
+        self, namespace: str, name: str, documents: Sequence[Sequence[int]]
+    ) -> int:
+        """Serve a corpus to one namespace; returns its number of tokens."""
+        return self.datastore.add_corpus(name, documents, namespace)
+
     def remove_corpus(self, name: str) -> None:
         """Stop serving a named corpus."""
         self.datastore.remove_corpus(name)
@@ -149,6 +155,11 @@ class RetrievalDrafter(Drafter):
     def list_corpora(self) -> dict[str, int]:
         """Tokens by named corpus."""
         return self.datastore.list_corpora()
+
+
+def _reads(request: DraftRequest) -> tuple[str, tuple[str, ...] | None]:
+    """A request's namespace, and the corpora that it wants (None: all)."""
+    return request.options.namespace, request.options.corpora
 
 
 def open_datastore(context: DrafterContext) -> Datastore:
