@@ -19,6 +19,9 @@ from datastores import DEFAULT_NAMESPACE
 NO_DRAFTER = "none"
 """A request's or a server's drafter of this name: plain decoding."""
 
+NESTED = "sglang_ext"
+"""The key of custom_params that may hold all of ours."""
+
 _NAMESPACE = r"[A-Za-z0-9._:@-]{1,128}"
 # What a file name, a log line and a URL can all carry; request ids are shorter.
 _INGEST_NAME = r"[!-~]{1,256}"
@@ -111,6 +114,32 @@ class RequestOptions(BaseModel):
         name, value = first["loc"][0], first["input"]
         expected = f"one of {', '.join(names)}" if name == "drafter" else _EXPECTED[str(name)]
         raise RequestOptionError(f"custom_params.{name} must be {expected}, got {shown(value)}")
+
+
+def flattened(params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A request's `custom_params`, with the keys of its object `sglang_ext` beside the others.
+
+    `custom_params` is a bag that custom logit processors use as well; who wants ours apart from
+    theirs puts them into an object of this name.
+
+    Raises:
+        RequestOptionError: it is no object, or a key stands in both with different values.
+    """
+    nested = (params or {}).get(NESTED)
+    if params is None or NESTED not in params:
+        return params
+    flat = {key: value for key, value in params.items() if key != NESTED}
+    if nested is None:
+        return flat
+    if not isinstance(nested, Mapping):
+        raise RequestOptionError(f"custom_params.{NESTED} must be an object, got {shown(nested)}")
+    for key, value in nested.items():
+        if key in flat and flat[key] != value:
+            raise RequestOptionError(
+                f"custom_params.{NESTED}.{shown(key)[1:-1]} contradicts custom_params."
+                f"{shown(key)[1:-1]}: send one of them"
+            )
+    return {**flat, **nested}
 
 
 def check_namespace(name: Any, field: str) -> str:
