@@ -25,7 +25,7 @@ _UNRELATED = (
     "else b).pop(0))\n    return out + a + b\n\n"
 )
 # Nothing but the prompt, the answer so far and the prediction drafts.
-_ALONE = {"datastore": False, "ingest": False}
+_ALONE: dict[str, Any] = {"datastore": False, "ingest": False}
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,12 @@ def compared(
 
 def is_wrong(answer: Answer, predicted: int) -> bool:
     """Whether an answer's counts are missing or do not add up to the predicted tokens."""
-    counts = [
+    found = [
         getattr(answer.details, f"{what}_prediction_tokens", None)
         for what in ("accepted", "rejected")
     ]
-    if None in counts or min(counts) < 0:
+    counts = [count for count in found if isinstance(count, int) and count >= 0]
+    if len(counts) < len(found):
         print(f"no counts of the prediction: {answer.details}", file=sys.stderr)
         return True
     wrong = sum(counts) != predicted or counts[0] > answer.completion_tokens

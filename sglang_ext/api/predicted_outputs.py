@@ -6,7 +6,7 @@ them, and pydantic drops what they do not declare. So the field is taken from th
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -68,11 +68,12 @@ def text_of(prediction: Any) -> str:
         part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
         for part in parts
     ]
-    if not all(isinstance(text, str) for text in texts):
+    words = [text for text in texts if isinstance(text, str)]
+    if len(words) < len(texts):
         raise _refused(
             f'text, or a list of {{"type": "text", "text": ...}}, got {shown(content)}', "content"
         )
-    text = "".join(texts)
+    text = "".join(words)
     if len(text) > LONGEST_PREDICTION:
         raise _refused(f"at most {LONGEST_PREDICTION} characters, got {len(text)}", "content")
     return text
@@ -165,7 +166,7 @@ async def _counted(made: Any, prediction: Prediction, wants_ids: bool) -> Any:
 
 
 async def counted_events(
-    events: AsyncIterator[Any], prediction: Prediction, wants_ids: bool
+    events: AsyncIterable[Any], prediction: Prediction, wants_ids: bool
 ) -> AsyncIterator[Any]:
     """SGLang's events of a streamed answer, the last one's usage with the counts.
 
