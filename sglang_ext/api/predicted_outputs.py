@@ -193,7 +193,8 @@ def _take_ids(answer: dict[str, Any], keep: bool) -> list[list[int]]:
     """The token ids of an answer's choices; without `keep` it has them no more."""
     extension = answer.get("sglext") or {}
     outputs: list[list[int]] = extension.get("output_ids") or []
-    if not keep and extension.pop("output_ids", None) is not None and not extension:
+    # With n > 1 SGLang leaves an empty list of another field beside them.
+    if not keep and extension.pop("output_ids", None) is not None and not any(extension.values()):
         del answer["sglext"]
     return outputs
 

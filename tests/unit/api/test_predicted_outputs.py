@@ -126,7 +126,11 @@ class Served:
             if prediction == "long":
                 prediction.refused = "prediction has 9 tokens too many"
                 return Response(status_code=400)
-        extension = SglExt(output_ids=OUTPUTS) if request.return_output_ids_in_sglext else None
+        extension = (
+            SglExt(output_ids=OUTPUTS, spec_tokens_details=[])
+            if request.return_output_ids_in_sglext
+            else None
+        )
         usage = UsageInfo(prompt_tokens=3, completion_tokens=8, total_tokens=11)
         if request.stream:
             chunk = ChatCompletionStreamResponse(
