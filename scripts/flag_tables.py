@@ -26,6 +26,7 @@ PAGES = {
     "budget_knee": "docs/budget.md",
     "cuda_widths": "docs/cuda.md",
     "draft_model": "docs/specasr.md",
+    "specdec_branches": "docs/specdec.md",
     "ssbd_beta": "docs/ssbd.md",
     "translation_sessions": "docs/translation.md",
 }
@@ -80,6 +81,7 @@ _of_security = _begins(
 )
 TABLES = {
     "serve": Table("README.md", lambda n: not (_of_transcription(n) or _of_security(n))),
+    "specdec": Table("docs/specdec.md", _begins("specdec_")),
     "ssbd": Table("docs/ssbd.md", _begins("ssbd_")),
     "transcription": Table("docs/transcription.md", _of_transcription),
     "translation": Table("docs/translation.md", _begins("translation_", "namespace_share")),
