@@ -77,14 +77,15 @@ class Distillation:
     def _prepare(self) -> set[int]:
         """Sources whose outputs are there already; the file is made, or its torn end cut off."""
         if not self._out.is_file() or not self._out.stat().st_size:
-            self._out.parent.mkdir(parents=True, exist_ok=True)
-            head = {**header(self._target), "settings": self._wanted.as_json()}
-            self._out.write_text(json.dumps(head) + "\n", encoding="utf-8")
+            self._begin()
             return set()
         done: set[int] = set()
         with open(self._out, "r+b") as file:
             first = file.readline()
             check_header(self._out, first.decode(errors="replace"), self._target)
+            if len(first) == self._out.stat().st_size:  # no output came of it
+                self._begin()
+                return set()
             if json.loads(first).get("settings") != self._wanted.as_json():
                 raise BlockDrafterError(
                     f"{self._out} was written with another --prompt, --raw or --max-tokens: name "
@@ -99,6 +100,11 @@ class Distillation:
                 end += len(line)
             file.truncate(end)
         return done
+
+    def _begin(self) -> None:
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        head = {**header(self._target), "settings": self._wanted.as_json()}
+        self._out.write_text(json.dumps(head) + "\n", encoding="utf-8")
 
     async def run(
         self, url: str, api_key: str, at_once: int, tell: Callable[[Distilled], None]

@@ -1,0 +1,60 @@
+"""The drafter `specdec` on a real server: output is plain SGLang's, whatever the drafter says."""
+
+import pytest
+
+from scripts.lib.http_client import HTTP
+from scripts.lib.server import Server
+from scripts.lib.spec_bench import Prompt
+from tests.server.text.test_equal_to_plain import answer, answers, told
+
+PARAMS = {
+    "a tree with branches": {"specdec": {"retrieve": False}, "draft_length": 6},
+    "one tree with SSSD": {"draft_length": 10},
+    "a source of its own": {"specdec": {"source": "A man in a blue shirt."}, "draft_length": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def expected(plain_server: Server, prompts: list[Prompt]):
+    return answers(plain_server, [(prompt, {"max_new_tokens": 32}) for prompt in prompts])
+
+
+def totals(server: Server) -> dict[str, float]:
+    """The drafter's own totals by name."""
+    text = HTTP.get(server.base_url + "/metrics", timeout=60).text
+    lines = [line for line in text.splitlines() if 'drafter="specdec"' in line]
+    found = {line.split('name="')[1].split('"')[0]: line for line in lines if 'name="' in line}
+    return {name: float(line.rsplit(" ", 1)[1]) for name, line in found.items()}
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_greedy_output_of_a_batch(kind, expected, plain_server, sssd_server, prompts):
+    before = totals(sssd_server)
+    params = {"drafter": "specdec", **PARAMS[kind]}
+    jobs = [(prompt, {"max_new_tokens": 32, "custom_params": params}) for prompt in prompts]
+    for prompt, got, wanted in zip(prompts, answers(sssd_server, jobs), expected, strict=True):
+        if told(got) != told(wanted):  # where two tokens tie, plain SGLang may as well
+            again = answer(plain_server, prompt, max_new_tokens=32)
+            assert told(again) != told(wanted) and told(got) == told(again)
+    after = totals(sssd_server)
+    assert after["sources"] - before.get("sources", 0) >= len(prompts)
+    passes = after["passes"] - before.get("passes", 0)
+    blocks = after["blocks"] - before.get("blocks", 0)
+    assert blocks > passes > 0, "one pass drafts for several requests"
+
+
+def test_some_drafts_are_accepted(sssd_server, prompts):
+    params = {"drafter": "specdec", "specdec": {"retrieve": False}}
+    got = answer(sssd_server, prompts[0], max_new_tokens=64, custom_params=params)
+    assert got["meta_info"]["spec_accept_length"] > 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"source": 3}, "specdec.source must be a text"), ({"x": 1}, "'x' is unknown")],
+)
+def test_bad_params_are_a_400(given, said, sssd_server, prompts):
+    sampling = {"custom_params": {"drafter": "specdec", "specdec": given}}
+    body = {"input_ids": prompts[0].input_ids, "sampling_params": sampling}
+    response = HTTP.post(sssd_server.base_url + "/generate", json=body, timeout=60)
+    assert response.status_code == 400 and said in response.text
