@@ -48,6 +48,10 @@ class Block:
     rows: Rows
     logprobs: npt.NDArray[np.float32]
 
+    def narrowed(self, choices: int) -> "Block":
+        """With so many choices at each place at most."""
+        return Block(self.rows[:, :choices], self.logprobs[:, :choices])
+
 
 class BlockPredictor:
     """Encodes sources and predicts blocks."""

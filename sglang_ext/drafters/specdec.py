@@ -29,10 +29,13 @@ logger = logging.getLogger(__name__)
 PARAMETER = "specdec"
 _MOST_SOURCE_TOKENS = 1 << 16
 _LONGEST_SOURCE = 1 << 16
+# As --specdec-branches takes.
+MOST_BRANCHES = 8
 _EXPECTED = {
     "source": f"a text of at most {_LONGEST_SOURCE} characters, or at most "
     f"{_MOST_SOURCE_TOKENS} token ids",
     "retrieve": "true or false",
+    "branches": f"a whole number of 1 to {MOST_BRANCHES}",
 }
 _Token = Annotated[int, Field(ge=0)]
 
@@ -44,6 +47,7 @@ class BlockOptions(BaseModel):
         source: the text or the token ids that the drafter's encoder reads; None: the prompt,
             without the template that all prompts of the training shared.
         retrieve: draft with SSSD too, in one tree; None: the server's `--specdec-retrieve`.
+        branches: likeliest tokens at each place, 1 for a chain; None: `--specdec-branches`.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -54,6 +58,7 @@ class BlockOptions(BaseModel):
         | None
     ) = None
     retrieve: bool | None = None
+    branches: Annotated[int, Field(ge=1, le=MOST_BRANCHES)] | None = None
 
     @classmethod
     def parse(cls, params: Any) -> "BlockOptions":
@@ -168,7 +173,7 @@ class BlockDrafter(Drafter):
     def prefill_draft(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         """The chain of each request's first block, before its first token."""
         self._encode([r for r in requests if self._state(r).memory is None])
-        return self._drafted(requests, max_nodes, choices=1)
+        return self._drafted(requests, max_nodes, [1] * len(requests))
 
     def start(self, request: DraftRequest) -> None:
         """Take up a request; one that no prefill was told of is encoded in its first step."""
@@ -178,7 +183,8 @@ class BlockDrafter(Drafter):
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         """A tree for each, of one decoder pass for all; with SSSD's nodes where it is asked too."""
         self._encode([r for r in requests if self._state(r).memory is None])
-        trees = self._drafted(requests, max_nodes, self._choices)
+        branches = [self._state(r).options.branches or self._choices for r in requests]
+        trees = self._drafted(requests, max_nodes, branches)
         rows = [i for i, r in enumerate(requests) if self._asks_retrieval(self._state(r))]
         if rows:
             found = self._retrieval.propose([self._retrieved(requests[i]) for i in rows], max_nodes)
@@ -192,18 +198,21 @@ class BlockDrafter(Drafter):
         self._retrieval.finish(request, completed)
 
     def _drafted(
-        self, requests: Sequence[DraftRequest], max_nodes: int, choices: int
+        self, requests: Sequence[DraftRequest], max_nodes: int, branches: Sequence[int]
     ) -> list[TokenTree]:
         window = self._manifest.shape.window
         blocks = self._predictor.predict(
             [memory for r in requests if (memory := self._state(r).memory) is not None],
             [self._kept.output_rows(r.output[-window:]) for r in requests],
             [len(r.output) for r in requests],
-            choices,
+            max(branches),
         )
         self._counters["passes"] += 1
         self._counters["blocks"] += len(blocks)
-        return [block_tree(block, self._kept, max_nodes, self._ends) for block in blocks]
+        return [
+            block_tree(block.narrowed(n), self._kept, max_nodes, self._ends)
+            for block, n in zip(blocks, branches, strict=True)
+        ]
 
     def _encode(self, requests: Sequence[DraftRequest]) -> None:
         if not requests:

@@ -138,7 +138,7 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--most-tokens",
         type=whole_number,
         default=20_000_000,
-        help="of the data, about 12 bytes of memory each [%(default)d]",
+        help="of the data, about 30 bytes of memory each [%(default)d]",
     )
     _add_recipe(train)
     train.set_defaults(func=_guarded(_train))

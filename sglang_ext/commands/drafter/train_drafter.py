@@ -66,6 +66,8 @@ def _train(
     with tqdm(total=args.steps, unit="step", file=sys.stderr, desc="training") as bar:
 
         def tell(progress: Progress) -> None:
+            if not bar.n:
+                bar.initial = progress.step - 1  # its rate is that of this run
             bar.n = progress.step
             left = f"{progress.left_s / 60:.0f} min left at most"
             bar.set_postfix_str(f"loss {progress.loss:.3f}, accepted {progress.score:.2f}, {left}")

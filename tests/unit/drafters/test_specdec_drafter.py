@@ -2,14 +2,13 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from sglang.srt.environ import envs
 
 from sglang_ext.block_drafter.drafter_files import save_drafter
 from sglang_ext.block_drafter.drafter_manifest import NAME
-from sglang_ext.drafters import DrafterContext, DrafterError, DraftRequest
+from sglang_ext.drafters import DrafterContext, DrafterError, DraftRequest, load
 from sglang_ext.drafters.specdec import BlockDrafter, BlockOptions
 from sglang_ext.options import Options
 from sglang_ext.preflight import PreflightError, check_launch
@@ -78,6 +77,11 @@ def test_branches_are_an_option_and_1_is_the_chain(folder):
     wide = BlockDrafter(context(folder, specdec_branches=3))
     (tree,) = wide.propose([made], 16)
     assert (tree.parents == -1).sum() > 1
+    narrow = request(12, [12], specdec={"branches": 1})
+    wide.start(narrow)
+    again, alone = wide.propose([made, narrow], 16)
+    assert alone.parents.tolist() == list(range(-1, len(alone) - 1))
+    assert again.tokens.tolist() == tree.tokens.tolist()
 
 
 def test_a_first_block_is_a_chain_behind_the_prompt(drafter):
@@ -123,22 +127,33 @@ def test_a_retracted_request_is_taken_up_again(drafter):
     assert tree.tokens[0] == 12
 
 
+def paths(tree) -> set[tuple[int, ...]]:
+    """Every node as the tokens from the root to it."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return set(found)
+
+
 def test_with_retrieval_one_tree_holds_both(folder):
-    both = BlockDrafter(context(folder, specdec_retrieve=True))
-    # The prompt says that 30 follows 12; the drafter says 12.
-    made = DraftRequest("both", [5, 6, 12, 30, 31, 32, 12, 10, 7], [30, 31, 32, 12])
+    server = context(folder, specdec_retrieve=True)
+    both, retrieval = BlockDrafter(server), load("sssd", server)
+    # The prompt says that 30 and 31 follow 11; the drafter has learned nothing of them.
+    made = DraftRequest("both", [5, 6, 12, 11, 30, 31, 11, 10, 7], [12, 11])
+    others = [dataclasses.replace(made, state=None) for _ in range(2)]
     both.start(made)
-    (tree,) = both.propose([made], 16)
+    (tree,) = both.propose([made], 60)
     tree.check(VOCAB)
-    first = set(tree.tokens[tree.parents == -1].tolist())
-    (own,) = BlockDrafter(context(folder)).propose([made], 16)
-    assert first > set(own.tokens[own.parents == -1].tolist()) or 10 in first or 30 in first
-    alone = dataclasses.replace(made, state=None, params={"specdec": {"retrieve": False}})
-    both.start(alone)
-    (without,) = both.propose([alone], 16)
-    assert np.array_equal(without.tokens, own.tokens)
+
+    others[0].params = {"specdec": {"retrieve": False}}
+    both.start(others[0])
+    (drafted,) = both.propose([others[0]], 20)
+    retrieval.start(others[1])
+    (retrieved,) = retrieval.propose([others[1]], 20)
+    assert (30, 31) in paths(retrieved) - paths(drafted)
+    assert paths(tree) >= paths(retrieved) and paths(tree) & paths(drafted)
     both.finish(made, completed=True)
-    assert both.finish(alone, completed=True) is None
+    both.finish(others[0], completed=True)
 
 
 def test_another_targets_drafter_ends_the_start(folder):
@@ -179,6 +194,7 @@ def test_a_drafters_directory_makes_specdec_the_default(folder):
         ({"source": [-1]}, "specdec.source must be a text"),
         ({"source": "x" * 70000}, "specdec.source must be a text"),
         ({"retrieve": "yes"}, "specdec.retrieve must be true or false"),
+        ({"branches": 0}, "specdec.branches must be a whole number of 1 to 8"),
     ],
 )
 def test_bad_params_are_refused_by_name(given, said):
