@@ -104,9 +104,12 @@ class BlockPredictor:
         hidden = self._model.embedded(rows, places) + self._model.slots
         seen = (rows != PADDING)[:, None, None]
         kept, in_source = _together([m.keys_values for m in memories])
+        last = len(self._decoder) - 1
         for number, layer in enumerate(self._decoder):
-            hidden = layer.run(hidden, seen, kept[:, number], in_source, self._heads)
-        hidden = _normed(hidden[:, self._shape.window :], self._model.decoder.norm)
+            # Of the last layer nothing reads the window's places.
+            wanted = self._shape.block if number == last else hidden.shape[1]
+            hidden = layer.run(hidden, seen, kept[:, number], in_source, self._heads, wanted)
+        hidden = _normed(hidden, self._model.decoder.norm)
         logits = self._output(hidden).float()
         best = logits.topk(min(choices, logits.shape[-1]))
         logprobs = (best.values - logits.logsumexp(-1, keepdim=True)).cpu().numpy()
@@ -144,7 +147,8 @@ class _EncoderLayer:
 
     def run(self, hidden: torch.Tensor, seen: torch.Tensor, heads: int) -> torch.Tensor:
         """float[n, m, width] of the same; seen: bool[n, 1, 1, m]."""
-        hidden = hidden + _attended(hidden, self._norms[0], self._qkv, self._out, seen, heads)
+        parts = self._norms[0], self._qkv, self._out
+        hidden = hidden + _attended(hidden, *parts, seen, heads, hidden.shape[1])
         return hidden + self._forward(_normed(hidden, self._norms[1]))
 
 
@@ -173,9 +177,16 @@ class _DecoderLayer:
         source: torch.Tensor,
         in_source: torch.Tensor | None,
         heads: int,
+        wanted: int,
     ) -> torch.Tensor:
-        """float[n, m, width] of the same; source: `keys_values`; in_source: bool[n, 1, 1, s]."""
-        hidden = hidden + _attended(hidden, self._norms[0], self._qkv, self._out, seen, heads)
+        """float[n, wanted, width], the last places of float[n, m, width].
+
+        Args:
+            source: of `keys_values`.
+            in_source: bool[n, 1, 1, s]; None: everywhere.
+        """
+        own = _attended(hidden, self._norms[0], self._qkv, self._out, seen, heads, wanted)
+        hidden = hidden[:, -wanted:] + own
         query = _by_head(self._query(_normed(hidden, self._norms[1])), 1, heads)[:, 0]
         found = scaled_dot_product_attention(query, source[:, 0], source[:, 1], in_source)
         hidden = hidden + self._cross_out(_joined(found))
@@ -189,9 +200,12 @@ def _attended(
     out: _Apply,
     seen: torch.Tensor,
     heads: int,
+    wanted: int,
 ) -> torch.Tensor:
+    """float[n, wanted, width], what the last places find in all."""
     query, key, value = _by_head(qkv(_normed(hidden, norm)), 3, heads).unbind(1)
-    return out(_joined(scaled_dot_product_attention(query, key, value, seen)))
+    found = scaled_dot_product_attention(query[:, :, -wanted:], key, value, seen)
+    return out(_joined(found))
 
 
 def _by_head(projected: torch.Tensor, parts: int, heads: int) -> torch.Tensor:
