@@ -104,10 +104,10 @@ class BlockPredictor:
         hidden = self._model.embedded(rows, places) + self._model.slots
         seen = (rows != PADDING)[:, None, None]
         kept, in_source = _together([m.keys_values for m in memories])
-        last = len(self._decoder) - 1
+        final = len(self._decoder) - 1
         for number, layer in enumerate(self._decoder):
             # Of the last layer nothing reads the window's places.
-            wanted = self._shape.block if number == last else hidden.shape[1]
+            wanted = self._shape.block if number == final else hidden.shape[1]
             hidden = layer.run(hidden, seen, kept[:, number], in_source, self._heads, wanted)
         hidden = _normed(hidden, self._model.decoder.norm)
         logits = self._output(hidden).float()

@@ -4,8 +4,9 @@ import pytest
 
 from scripts.lib.http_client import HTTP
 from scripts.lib.server import Server
-from scripts.lib.spec_bench import Prompt
+from scripts.lib.spec_bench import Prompt, tokenizer
 from tests.eventually import eventually
+from tests.server.conftest import MODEL
 from tests.server.text.test_equal_to_plain import answer, answers, told
 
 PARAMS = {
@@ -48,10 +49,15 @@ def test_greedy_output_of_a_batch(kind, expected, plain_server, sssd_server, pro
     assert blocks > passes > 0, "one pass drafts for several requests"
 
 
-def test_some_drafts_are_accepted(sssd_server, prompts):
-    params = {"drafter": "specdec", "specdec": {"retrieve": False}}
-    got = answer(sssd_server, prompts[0], max_new_tokens=64, custom_params=params)
-    assert got["meta_info"]["spec_accept_length"] > 1
+def test_a_block_that_is_right_is_accepted_whole(plain_server, sssd_server, prompts):
+    """Six tokens drafted in one pass and the target's own: seven a step."""
+    (the,) = tokenizer(MODEL)(" the")["input_ids"]
+    sampling = {"max_new_tokens": 43, "logit_bias": {str(the): 100.0}}
+    params = {"drafter": "specdec", "specdec": {"retrieve": False, "branches": 1}}
+    got = answer(sssd_server, prompts[0], custom_params=params, **sampling)
+    assert got["output_ids"] == [the] * 43
+    assert got["output_ids"] == answer(plain_server, prompts[0], **sampling)["output_ids"]
+    assert got["meta_info"]["spec_accept_length"] > 5
 
 
 @pytest.mark.parametrize(
