@@ -27,6 +27,7 @@ PAGES = {
     "cuda_widths": "docs/cuda.md",
     "draft_model": "docs/specasr.md",
     "relaxed_acceptance": "docs/relaxed.md",
+    "specdec_branches": "docs/specdec.md",
     "ssbd_beta": "docs/ssbd.md",
     "translation_sessions": "docs/translation.md",
 }
@@ -81,6 +82,7 @@ _of_security = _begins(
 )
 TABLES = {
     "serve": Table("README.md", lambda n: not (_of_transcription(n) or _of_security(n))),
+    "specdec": Table("docs/specdec.md", _begins("specdec_")),
     "ssbd": Table("docs/ssbd.md", _begins("ssbd_")),
     "transcription": Table("docs/transcription.md", _of_transcription),
     "translation": Table("docs/translation.md", _begins("translation_", "namespace_share")),

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
 
+from sglang_ext.block_drafter.drafter_manifest import is_drafter_folder
 from sglang_ext.servers.flag_names import flags_of
 
 ENV_PREFIX = "SGLANG_EXT_"
@@ -33,7 +34,8 @@ class Options:
     drafter: str = _option(
         "",
         "drafter of requests that name none: `sssd`, `specasr`, an installed plugin's name, or "
-        "`none` for plain decoding; empty: `specasr` where a draft model is given, else `sssd`",
+        "`none` for plain decoding; empty: `specdec` or `specasr` where the draft model is "
+        "theirs, else `sssd`",
     )
     drafters: str = _option(
         "", "further drafters to load, comma-separated, that requests may choose"
@@ -147,7 +149,18 @@ class Options:
         expected="whole numbers of 2 to 99, comma-separated",
     )
     draft_model: str = _option(
-        "", "SpecASR: the draft Whisper, a folder or a name of `sglang-ext models list`"
+        "",
+        "SpecASR: the draft Whisper, a folder or a name of `sglang-ext models list`; SpecDec: a "
+        "drafter's directory, of `sglang-ext drafter train`",
+    )
+    specdec_branches: int = _option(
+        3,
+        "SpecDec: likeliest tokens drafted at each place of a block; 1: a chain, as published",
+        low=1,
+        high=8,
+    )
+    specdec_retrieve: bool = _option(
+        True, "SpecDec: draft with SSSD too, in one tree, unless a request says otherwise"
     )
     specasr_mode: str = _option(
         "tsp",
@@ -246,13 +259,15 @@ class Options:
     @property
     def default_drafter(self) -> str:
         """The drafter of requests that name none."""
-        return self.drafter or ("specasr" if self.draft_model else "sssd")
+        if self.drafter or not self.draft_model:
+            return self.drafter or "sssd"
+        return "specdec" if is_drafter_folder(self.draft_model) else "specasr"
 
     def loaded_drafters(self) -> list[str]:
         """The names of the drafters to load, the default one first."""
         names = [self.default_drafter, *(name.strip() for name in self.drafters.split(","))]
-        if "ssbd" in names:
-            names.append("sssd")  # which it drafts with
+        if "ssbd" in names or "specdec" in names:
+            names.append("sssd")  # which they draft with
         return list(dict.fromkeys(name for name in names if name and name != "none"))
 
 

@@ -7,6 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_ext import extras
+from sglang_ext.block_drafter.drafter_manifest import (
+    BlockDrafterError,
+    check_target,
+    read_manifest,
+    target_name,
+)
 from sglang_ext.drafters import load_class
 from sglang_ext.models import is_whisper
 from sglang_ext.options import Options
@@ -45,6 +51,8 @@ def check_launch(argv: Sequence[str], options: Options) -> None:
 
 
 def _check_draft_model(model: str, options: Options) -> None:
+    if "specdec" in options.loaded_drafters():
+        _check_block_drafter(model, options)
     if "specasr" not in options.loaded_drafters():
         return
     if not options.draft_model:
@@ -54,6 +62,22 @@ def _check_draft_model(model: str, options: Options) -> None:
         kind = json.loads(config.read_text()).get("model_type") if config.is_file() else None
         if kind != "whisper":
             raise PreflightError(f"{name} {path}: SpecASR needs a Whisper, this is {kind or path}")
+
+
+def _check_block_drafter(model: str, options: Options) -> None:
+    """As far as its manifest tells; weights and tokenizer are checked when the drafter loads."""
+    if not options.draft_model:
+        raise PreflightError(
+            "--drafter specdec needs --draft-model, a directory of `sglang-ext drafter train`"
+        )
+    if is_whisper(model):
+        raise PreflightError("--drafter specdec drafts for models that read text, not for Whisper")
+    try:
+        check_target(
+            options.draft_model, read_manifest(options.draft_model), target_name(model), ""
+        )
+    except BlockDrafterError as error:
+        raise PreflightError(f"--draft-model: {error}") from None
 
 
 def check_port(host: str, port: int) -> None:

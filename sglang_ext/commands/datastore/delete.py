@@ -4,6 +4,8 @@ import argparse
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -19,6 +21,8 @@ def run(args: argparse.Namespace) -> int:
     """Deletes what args name; returns the exit code."""
     if (args.folder is None) == (args.url is None):
         raise DatastoreError("name either the FOLDER, or the server that uses it with --url")
+    if args.drafters and args.namespace is None:
+        raise DatastoreError("--drafters go with --namespace: drafters know no requests or corpora")
     try:
         print(_ask_server(args) if args.url else _delete(args))
     except DatastoreError as error:
@@ -27,7 +31,21 @@ def run(args: argparse.Namespace) -> int:
                 f"{error} (--url http://HOST:PORT, without {args.folder})"
             ) from None
         raise
+    if args.drafters:
+        _name_drafters(args.drafters, args.namespace)
     return 0
+
+
+def _name_drafters(folders: Sequence[str], namespace: str) -> None:
+    """Print which drafters were trained on what is gone."""
+    from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
+    from sglang_ext.commands.drafter.show_drafter import list_drafters
+
+    print("drafters keep what they have learned; of those to be trained anew:")
+    try:
+        list_drafters([Path(folder) for folder in folders], namespace)
+    except BlockDrafterError as error:
+        raise DatastoreError(str(error)) from None
 
 
 def _delete(args: argparse.Namespace) -> str:

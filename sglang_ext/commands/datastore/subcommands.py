@@ -185,6 +185,13 @@ def _add_delete(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--all-unfinished", action="store_true", help="corpora whose build was interrupted"
     )
     delete.add_argument(
+        "--drafters",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="with --namespace: name the trained drafters below DIR that saw its outputs",
+    )
+    delete.add_argument(
         "--url", metavar="URL", help="ask a running server, such as http://127.0.0.1:30000"
     )
     delete.add_argument(

@@ -1,0 +1,82 @@
+"""Accepted tokens a step with a block drafter: SpecDec's loop, replayed on known outputs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.block_drafter.block_predictor import BlockPredictor, SourceMemory
+from sglang_ext.block_drafter.kept_tokens import UNKNOWN
+
+Rows = npt.NDArray[np.int64]
+_BATCH = 32
+
+
+@dataclass
+class Accepted:
+    """Totals of a replay.
+
+    Attributes:
+        tokens: committed, those of the prefills (one an output) left out.
+        steps: target passes that committed them.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+
+    @property
+    def per_step(self) -> float:
+        """Accept length: tokens a step commits, the target's own one included; 0 without steps."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+
+def replay(
+    predictor: BlockPredictor, sources: Sequence[Rows], outputs: Sequence[Rows], block: int
+) -> Accepted:
+    """Decode known greedy outputs by drafted chains of `block` tokens, exactly as a server would.
+
+    A step drafts, keeps the tokens up to the first that is not the output's, and commits the
+    output's own behind them. The first token of an output is its prefill's.
+
+    Args:
+        sources, outputs: int64[n] rows of each; a token that cannot be drafted is UNKNOWN there.
+    """
+    accepted = Accepted()
+    for first in range(0, len(outputs), _BATCH):
+        rows = outputs[first : first + _BATCH]
+        memories = predictor.encode(sources[first : first + _BATCH])
+        _replay_batch(predictor, memories, rows, block, accepted)
+    return accepted
+
+
+def _replay_batch(
+    predictor: BlockPredictor,
+    memories: Sequence[SourceMemory],
+    outputs: Sequence[Rows],
+    block: int,
+    accepted: Accepted,
+) -> None:
+    done = [1] * len(outputs)
+    running = [i for i, output in enumerate(outputs) if len(output) > 1]
+    while running:
+        blocks = predictor.predict(
+            [memories[i] for i in running],
+            [outputs[i][: done[i]] for i in running],
+            [done[i] for i in running],
+            choices=1,
+        )
+        for i, drafted in zip(running, blocks, strict=True):
+            rest = outputs[i][done[i] :]
+            committed = min(agreed(drafted.rows[:block, 0], rest) + 1, len(rest))
+            done[i] += committed
+            accepted.tokens += committed
+            accepted.steps += 1
+        running = [i for i in running if done[i] < len(outputs[i])]
+
+
+def agreed(drafted: Rows, output: Rows) -> int:
+    """How many drafted tokens, from the first on, are the output's; UNKNOWN never is."""
+    n = min(len(drafted), len(output))
+    wrong = (drafted[:n] != output[:n]) | (drafted[:n] == UNKNOWN)
+    return int(wrong.argmax()) if wrong.any() else n

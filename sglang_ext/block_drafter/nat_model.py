@@ -1,0 +1,107 @@
+"""The block drafter's network: encoder over the source, decoder over a window and k masks.
+
+Source: SpecDec (arXiv 2203.16487, section 3). There the decoder is run over all committed tokens
+in each step; here over a window of the last ones, so that a step costs the same however long the
+output is.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from sglang_ext.block_drafter.kept_tokens import PADDING, UNKNOWN
+from sglang_ext.block_drafter.shapes import Shape
+
+
+class BlockModel(nn.Module):
+    """Predicts the next `shape.block` tokens at once.
+
+    Attributes:
+        embedding: of tokens and of what can be drafted (its weights are the output layer's too).
+        slots: float[window + block, width], what a place of the decoder's input is.
+    """
+
+    def __init__(self, shape: Shape, num_rows: int, num_classes: int, dropout: float = 0.1) -> None:
+        """num_rows, num_classes: KeptTokens' of these names."""
+        super().__init__()
+        self.shape = shape
+        self.num_classes = num_classes
+        width = shape.width
+        self.embedding = nn.Embedding(num_rows, width, padding_idx=PADDING)
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)
+        self.slots = nn.Parameter(0.02 * torch.randn(shape.window + shape.block, width))
+        self.output_bias = nn.Parameter(torch.zeros(num_classes))
+        self.dropout = nn.Dropout(dropout)
+        sizes = (width, shape.heads, shape.feedforward, dropout)
+        settings = {"batch_first": True, "norm_first": True}
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(*sizes, **settings),
+            shape.encoder_layers,
+            nn.LayerNorm(width),
+            enable_nested_tensor=False,
+        )
+        self.decoder = nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(*sizes, **settings),
+            shape.decoder_layers,
+            nn.LayerNorm(width),
+        )
+
+    def encode(self, sources: torch.Tensor) -> torch.Tensor:
+        """float[n, s, width], the memory of sources.
+
+        Args:
+            sources: int64[n, s], rows of the embedding, PADDING behind each; none is empty.
+        """
+        places = torch.arange(sources.shape[1], device=sources.device).expand_as(sources)
+        hidden = self.dropout(self.embedded(sources, places))
+        return self.encoder(hidden, src_key_padding_mask=sources == PADDING)
+
+    def decode(
+        self,
+        memory: torch.Tensor,
+        padded: torch.Tensor,
+        tokens: torch.Tensor,
+        committed: torch.Tensor,
+    ) -> torch.Tensor:
+        """float[n, block, num_classes], the logits of the next tokens.
+
+        Args:
+            memory: float[n, s, width], of `encode`.
+            padded: bool[n, s], where the source is padding.
+            tokens: int64[n, window + block], the last committed tokens, PADDING before them, and
+                the block: MASK, or tokens that are shown.
+            committed: int64[n], tokens of each output before the block.
+        """
+        hidden = self.embedded(tokens, self.places(committed)) + self.slots
+        hidden = self.decoder(
+            self.dropout(hidden),
+            memory,
+            tgt_key_padding_mask=tokens == PADDING,
+            memory_key_padding_mask=padded,
+        )
+        drafted = hidden[:, self.shape.window :]
+        return nn.functional.linear(drafted, self.output_weight, self.output_bias)
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """float[num_classes, width]."""
+        return self.embedding.weight[UNKNOWN : UNKNOWN + self.num_classes]
+
+    def places(self, committed: torch.Tensor) -> torch.Tensor:
+        """int64[n, window + block], where in the output each slot of the decoder's input lies."""
+        slots = torch.arange(-self.shape.window, self.shape.block, device=committed.device)
+        return (committed[:, None] + slots).clamp_(min=0)
+
+    def embedded(self, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """float[n, m, width], tokens at their places."""
+        return self.embedding(tokens) * math.sqrt(self.shape.width) + sinusoids(
+            places, self.shape.width
+        )
+
+
+def sinusoids(places: torch.Tensor, width: int) -> torch.Tensor:
+    """float[..., width], the sines and cosines of "Attention Is All You Need", section 3.5."""
+    half = torch.arange(width // 2, device=places.device)
+    angles = places[..., None] * torch.exp(half * (-2 * math.log(10_000.0) / width))
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)

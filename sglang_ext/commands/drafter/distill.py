@@ -1,0 +1,75 @@
+"""`sglang-ext drafter distill`: outputs of the target, from a server or one started for it."""
+
+import argparse
+import asyncio
+import contextlib
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from sglang_ext.block_drafter.distillation import (
+    Distillation,
+    Distilled,
+    Wanted,
+    default_parallel,
+)
+from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
+from sglang_ext.block_drafter.target_models import load_target
+from sglang_ext.request_options import RequestOptionError, check_namespace
+
+_LEFT_OUT = 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the file; returns the exit code (1: the server refused some sources)."""
+    if args.namespace:
+        try:
+            check_namespace(args.namespace, "--namespace")
+        except RequestOptionError as error:
+            raise BlockDrafterError(str(error)) from None
+    wanted = Wanted(args.prompt, args.raw, args.max_tokens, args.namespace)
+    work = Distillation(load_target(args.model), wanted, args.sources, args.out)
+    if len(work.done) >= work.total:
+        print(f"{args.out}: all {work.total:,} outputs are there")
+        return 0
+    with _server(args) as url:
+        totals = _written(args, work, url)
+    print(f"{args.out}: {totals.outputs:,} outputs of {totals.tokens:,} tokens written")
+    if totals.refused:
+        print(f"{totals.refused:,} sources were refused, the last: {totals.reason}")
+    return _LEFT_OUT if totals.refused else 0
+
+
+def _written(args: argparse.Namespace, work: Distillation, url: str) -> Distilled:
+    from tqdm import tqdm
+
+    with tqdm(
+        total=work.total, initial=len(work.done), unit="output", file=sys.stderr, desc="distilling"
+    ) as bar:
+
+        def tell(totals: Distilled) -> None:
+            bar.set_postfix_str(f"{totals.tokens:,} tokens", refresh=False)
+            bar.update(1)
+
+        at_once = args.parallel or default_parallel()
+        return asyncio.run(work.run(url, args.api_key, at_once, tell))
+
+
+@contextlib.contextmanager
+def _server(args: argparse.Namespace) -> Iterator[str]:
+    """The address of a server; one that is started here is stopped too."""
+    if args.url:
+        parts: Any = urlsplit(args.url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise BlockDrafterError(f"--url {args.url}: expected http://HOST:PORT")
+        yield args.url.rstrip("/")
+        return
+    from sglang_ext.servers.started_server import ServerError, started
+
+    try:
+        with started(args.model, shlex.split(args.serve_flags)) as server:
+            yield server.wait().url
+    except ServerError as error:
+        raise BlockDrafterError(str(error)) from None

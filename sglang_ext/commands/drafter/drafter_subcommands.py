@@ -1,0 +1,214 @@
+"""The command lines of `sglang-ext drafter`, and how their errors are shown."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
+from sglang_ext.block_drafter.shapes import SHAPES
+from sglang_ext.commands.arguments import minutes, names, whole_number
+
+ERROR = 2
+_TARGET_HELP = "the target: a name of `sglang-ext models list`, a path or a hub id"
+
+_DISTILL = """\
+Have the target write the outputs that a drafter is to learn from, greedily, one for each source.
+Interrupt it whenever you like: the same command goes on with what is missing.
+"""
+_TRAIN = """\
+Train a block drafter (SpecDec) on what a target wrote: a file of `drafter distill`, or the served
+outputs of a datastore. It ends when held-out outputs are drafted no better. Interrupt it whenever
+you like: the same command goes on from the last state, at most a minute back.
+"""
+
+
+def add_commands(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `drafter` to the command line. Its handlers are `args.func(args) -> exit code`.
+
+    Exit codes: 0 done, 1 `distill` left sources out, 2 an error (one line), 130 interrupted.
+    """
+    parser = subparsers.add_parser("drafter", help="train and inspect SpecDec's block drafters")
+    commands = parser.add_subparsers(dest="drafter_command", metavar="COMMAND", required=True)
+    _add_distill(commands)
+    _add_train(commands)
+    score = commands.add_parser(
+        "eval",
+        help="accepted tokens a step on known outputs, by k",
+        description="Replay outputs of the target with a drafter: how many tokens a step commits, "
+        "by the number k of tokens drafted.",
+    )
+    score.add_argument("folder", metavar="DIR", type=Path)
+    score.add_argument("--data", metavar="FILE", type=Path, required=True, help="as for `train`")
+    score.add_argument("--model", metavar="TARGET", required=True, help=_TARGET_HELP)
+    score.add_argument("--most", type=whole_number, default=500, help="outputs [%(default)d]")
+    score.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    score.add_argument("--json", action="store_true", help="print one JSON object")
+    score.set_defaults(func=_guarded(_score))
+    _add_show(commands)
+
+
+def _add_show(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    show = commands.add_parser("show", help="what a drafter is, and what it was trained on")
+    show.add_argument("folder", metavar="DIR", type=Path)
+    show.add_argument("--json", action="store_true", help="print one JSON object")
+    show.set_defaults(func=_guarded(_show))
+    listed = commands.add_parser(
+        "list",
+        help="drafters of some folders, and which of them saw a tenant's data",
+        description="One line a drafter. With --saw, only those that were trained on outputs of "
+        "a namespace: what is deleted from a datastore stays in what has learned from it.",
+    )
+    listed.add_argument(
+        "folders", metavar="DIR", nargs="+", type=Path, help="searched to any depth"
+    )
+    listed.add_argument("--saw", metavar="NAMESPACE", help="trained on its outputs")
+    listed.set_defaults(func=_guarded(_list))
+
+
+def _add_distill(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    distill = commands.add_parser(
+        "distill",
+        help="have the target write what a drafter learns from",
+        description=_DISTILL,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    distill.add_argument(
+        "--sources",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="a source a line, or JSON lines with the field `source` (.jsonl); .gz is unpacked",
+    )
+    distill.add_argument("--model", metavar="TARGET", required=True, help=_TARGET_HELP)
+    distill.add_argument(
+        "--url", metavar="URL", help="a server of it, http://HOST:PORT; default: one is started"
+    )
+    distill.add_argument("--serve-flags", default="", help="further flags of the one that starts")
+    distill.add_argument("--out", metavar="FILE", type=Path, required=True, help="JSON lines")
+    distill.add_argument("--prompt", default="{source}", help="text around a source [%(default)s]")
+    distill.add_argument("--raw", action="store_true", help="without the chat template")
+    distill.add_argument(
+        "--max-tokens", type=whole_number, default=256, help="of an output [%(default)d]"
+    )
+    distill.add_argument(
+        "--parallel", type=whole_number, help="outputs at once [8 for each processor]"
+    )
+    distill.add_argument(
+        "--namespace",
+        default="",
+        help="whose outputs these are; default: nobody's, and the server's datastore keeps none",
+    )
+    distill.add_argument(
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get("SGLANG_EXT_API_KEY", ""),
+        help="the server's key (default: $SGLANG_EXT_API_KEY)",
+    )
+    distill.set_defaults(func=_guarded(_distill))
+
+
+def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a block drafter",
+        description=_TRAIN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument("--kind", choices=("block",), default="block")
+    what = train.add_mutually_exclusive_group(required=True)
+    what.add_argument("--data", metavar="FILE", type=Path, help="written by `drafter distill`")
+    what.add_argument("--datastore", metavar="FOLDER", help="a server may be using it")
+    train.add_argument(
+        "--namespaces", type=names, default=(), help="of the datastore, as a,b [all of them]"
+    )
+    train.add_argument("--model", metavar="TARGET", required=True, help=_TARGET_HELP)
+    train.add_argument("--out", metavar="DIR", type=Path, required=True)
+    train.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    train.add_argument("--shape", choices=tuple(SHAPES), default="small", help="[%(default)s]")
+    train.add_argument("--block", type=whole_number, default=10, help="k [%(default)d]")
+    train.add_argument(
+        "--outputs", type=whole_number, default=8000, help="tokens it can draft [%(default)d]"
+    )
+    train.add_argument(
+        "--source-tokens", type=whole_number, default=256, help="of a source [%(default)d]"
+    )
+    train.add_argument(
+        "--most-tokens",
+        type=whole_number,
+        default=20_000_000,
+        help="of the data, about 30 bytes of memory each [%(default)d]",
+    )
+    _add_recipe(train)
+    train.set_defaults(func=_guarded(_train))
+
+
+def _add_recipe(train: argparse.ArgumentParser) -> None:
+    """How long and how fast it learns."""
+    train.add_argument("--steps", type=whole_number, default=20_000, help="most [%(default)d]")
+    train.add_argument(
+        "--minutes", type=minutes, default=0.0, help="most, in all; 0: no limit [%(default)g]"
+    )
+    train.add_argument(
+        "--batch", type=whole_number, default=32, help="outputs in a step [%(default)d]"
+    )
+    train.add_argument(
+        "--learning-rate", type=float, default=5e-4, help="the highest [%(default)g]"
+    )
+    train.add_argument("--warmup", type=whole_number, default=1000, help="steps [%(default)d]")
+    train.add_argument("--dropout", type=float, default=0.1, help="[%(default)g]")
+    train.add_argument(
+        "--evaluate", type=whole_number, default=250, help="every so many steps [%(default)d]"
+    )
+    train.add_argument(
+        "--patience",
+        type=whole_number,
+        default=10,
+        help="evaluations without a better one that end it [%(default)d]",
+    )
+    train.add_argument("--seed", type=whole_number, default=1, help="[%(default)d]")
+
+
+def _guarded(handler: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """The handler, with errors as one line on standard error."""
+
+    def run(args: argparse.Namespace) -> int:
+        try:
+            return handler(args)
+        except (BlockDrafterError, OSError) as error:
+            print(f"sglang-ext drafter: error: {error}", file=sys.stderr)
+            return ERROR
+
+    return run
+
+
+# What the handlers need takes time to import, and the server's processes import this module too.
+def _distill(args: argparse.Namespace) -> int:
+    from sglang_ext.commands.drafter.distill import run
+
+    return run(args)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from sglang_ext.commands.drafter.train_drafter import run
+
+    return run(args)
+
+
+def _score(args: argparse.Namespace) -> int:
+    from sglang_ext.commands.drafter.score_drafter import run
+
+    return run(args)
+
+
+def _show(args: argparse.Namespace) -> int:
+    from sglang_ext.commands.drafter.show_drafter import show
+
+    return show(args.folder, args.json)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from sglang_ext.commands.drafter.show_drafter import list_drafters
+
+    return list_drafters(args.folders, args.saw)

@@ -1,0 +1,116 @@
+"""`sglang-ext drafter train`: from a file or a datastore to a drafter's directory."""
+
+import argparse
+import sys
+from dataclasses import replace
+
+from tqdm import tqdm
+
+from sglang_ext.block_drafter.checkpoints import FOLDER
+from sglang_ext.block_drafter.drafter_manifest import (
+    BlockDrafterError,
+    Manifest,
+    is_drafter_folder,
+)
+from sglang_ext.block_drafter.shapes import SHAPES, Shape
+from sglang_ext.block_drafter.target_models import TargetModel, load_target
+from sglang_ext.block_drafter.trainer import Progress, Recipe, Trainer
+from sglang_ext.block_drafter.training_data import (
+    TrainingData,
+    read_datastore,
+    read_file,
+    source_rule,
+)
+from sglang_ext.block_drafter.training_set import make_training_set
+
+_NO_WEIGHTS = "0" * 64
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains; returns the exit code."""
+    shape = _shape(args)
+    _check(args)
+    target = load_target(args.model)
+    data = (
+        read_file(args.data, target, args.most_tokens)
+        if args.data
+        else read_datastore(args.datastore, target, args.most_tokens, args.namespaces)
+    )
+    trained = _train(args, shape, target, data)
+    scores = trained.scores["accepted_per_step"]
+    held = trained.scores["held_out"]
+    by_k = ", ".join(f"k {k}: {score:.2f}" for k, score in scores.items())
+    print(f"{args.out}: accepted tokens a step on {held} held-out outputs, {by_k}")
+    return 0
+
+
+def _train(
+    args: argparse.Namespace, shape: Shape, target: TargetModel, data: TrainingData
+) -> Manifest:
+    rule = source_rule(data, shape.source_tokens)
+    made = make_training_set(data, rule, target.ends, target.vocab_size, args.outputs, args.outputs)
+    learned = f"{len(made.learned):,} outputs, {len(made.held_out):,} held out"
+    print(f"{data.origin}: {learned}, {data.left_out:,} left out", file=sys.stderr)
+    manifest = Manifest(
+        target=target.name,
+        tokenizer=target.tokenizer,
+        vocab_size=target.vocab_size,
+        ends=target.ends,
+        shape=shape,
+        source=rule,
+        outputs=made.kept.outputs,
+        weights=_NO_WEIGHTS,
+        data={**data.summary(), "digest": data.digest()},
+    )
+    data.examples.clear()  # as much memory again as the rows that were made of them
+    with tqdm(total=args.steps, unit="step", file=sys.stderr, desc="training") as bar:
+
+        def tell(progress: Progress) -> None:
+            if not bar.n:
+                bar.initial = progress.step - 1  # its rate is that of this run
+            bar.n = progress.step
+            left = f"{progress.left_s / 60:.0f} min left at most"
+            bar.set_postfix_str(f"loss {progress.loss:.3f}, accepted {progress.score:.2f}, {left}")
+
+        return Trainer(args.out, made, manifest, _recipe(args), args.device, tell).run()
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises BlockDrafterError: the output folder or the device cannot be used."""
+    if args.namespaces and not args.datastore:
+        raise BlockDrafterError("--namespaces are those of a --datastore")
+    if is_drafter_folder(args.out) and not (args.out / FOLDER).is_dir():
+        raise BlockDrafterError(f"{args.out} holds a trained drafter already: name another folder")
+    if args.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise BlockDrafterError("--device cuda: torch finds no such device here")
+
+
+def _shape(args: argparse.Namespace) -> Shape:
+    named = SHAPES[args.shape]
+    shape = replace(named, block=args.block, source_tokens=args.source_tokens)
+    try:
+        shape.check()
+    except ValueError as error:
+        raise BlockDrafterError(f"--block or --source-tokens: {error}") from None
+    return shape
+
+
+def _recipe(args: argparse.Namespace) -> Recipe:
+    if not 0 < args.learning_rate < 1:
+        raise BlockDrafterError(f"--learning-rate {args.learning_rate:g}: expected 0 to 1")
+    if not 0 <= args.dropout < 1:
+        raise BlockDrafterError(f"--dropout {args.dropout:g}: expected 0 to 1")
+    return Recipe(
+        steps=args.steps,
+        sources=args.batch,
+        learning_rate=args.learning_rate,
+        warmup=args.warmup,
+        dropout=args.dropout,
+        evaluate=args.evaluate,
+        patience=args.patience,
+        minutes=args.minutes,
+        seed=args.seed,
+    )

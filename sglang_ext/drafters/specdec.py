@@ -1,0 +1,285 @@
+"""SpecDec: a trained block drafter predicts the next k tokens of each request in one pass.
+
+Source: SpecDec (arXiv 2203.16487, section 3); the model and its training are in
+`sglang_ext.block_drafter`. As published, the draft is one chain of k tokens. Side branches where
+the block is unsure, and SSSD's nodes beside it in one tree, are ours (docs/specdec.md).
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from sglang.srt.environ import envs
+
+from sglang_ext.block_drafter.block_predictor import BlockPredictor, SourceMemory
+from sglang_ext.block_drafter.block_trees import block_tree
+from sglang_ext.block_drafter.drafter_files import load_drafter
+from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, check_target, target_name
+from sglang_ext.block_drafter.training_data import Tokens, source_of
+from sglang_ext.drafters import Drafter, DrafterContext, DrafterError, DraftRequest, load
+from sglang_ext.request_options import shown
+from sglang_ext.tree import TokenTree, merged
+
+logger = logging.getLogger(__name__)
+
+# The key of custom_params under which a request sets BlockOptions.
+PARAMETER = "specdec"
+_MOST_SOURCE_TOKENS = 1 << 16
+_LONGEST_SOURCE = 1 << 16
+# As --specdec-branches takes.
+MOST_BRANCHES = 8
+_EXPECTED = {
+    "source": f"a text of at most {_LONGEST_SOURCE} characters, or at most "
+    f"{_MOST_SOURCE_TOKENS} token ids",
+    "retrieve": "true or false",
+    "branches": f"a whole number of 1 to {MOST_BRANCHES}",
+}
+_Token = Annotated[int, Field(ge=0)]
+
+
+class BlockOptions(BaseModel):
+    """What a request may set in `custom_params.specdec`.
+
+    Attributes:
+        source: the text or the token ids that the drafter's encoder reads; None: the prompt,
+            without the template that all prompts of the training shared.
+        retrieve: draft with SSSD too, in one tree; None: the server's `--specdec-retrieve`.
+        branches: likeliest tokens at each place, 1 for a chain; None: `--specdec-branches`.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    source: (
+        Annotated[str, Field(max_length=_LONGEST_SOURCE)]
+        | Annotated[tuple[_Token, ...], Field(max_length=_MOST_SOURCE_TOKENS)]
+        | None
+    ) = None
+    retrieve: bool | None = None
+    branches: Annotated[int, Field(ge=1, le=MOST_BRANCHES)] | None = None
+
+    @classmethod
+    def parse(cls, params: Any) -> "BlockOptions":
+        """Read `custom_params.specdec`; what is None counts as left out.
+
+        Raises:
+            ValueError: an unknown name, or a value of the wrong kind; the message names it.
+        """
+        if params is None:
+            return cls()
+        if not isinstance(params, Mapping):
+            raise ValueError(f"{PARAMETER} must be an object, got {shown(params)}")
+        names = cls.model_fields
+        for name in params:
+            if name not in names:
+                raise ValueError(f"{PARAMETER}.{shown(name)} is unknown; known: {', '.join(names)}")
+        given = dict(params)
+        if isinstance(given.get("source"), list):
+            given["source"] = tuple(given["source"])
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            wrong = str(error.errors(include_url=False, include_context=False)[0]["loc"][0])
+        raise ValueError(
+            f"{PARAMETER}.{wrong} must be {_EXPECTED[wrong]}, got {shown(params[wrong])}"
+        )
+
+
+@dataclass
+class _State:
+    options: BlockOptions
+    memory: SourceMemory | None = None
+    """The encoded source; None: not yet."""
+    retrieved: DraftRequest | None = None
+    """The request as SSSD sees it; None: it was not asked."""
+
+
+class BlockDrafter(Drafter):
+    """Drafts blocks with a model that was trained on the target's outputs.
+
+    Raises:
+        DrafterError: the drafter's directory is missing, damaged or another target's.
+    """
+
+    def __init__(self, context: DrafterContext) -> None:
+        folder = context.options.draft_model
+        if not folder:
+            raise DrafterError(
+                "drafter specdec needs --draft-model, a directory of `drafter train`"
+            )
+        on_cpu = context.device == "cpu"
+        try:
+            loaded = load_drafter(folder, context.device)
+            check_target(
+                folder,
+                loaded.manifest,
+                target_name(context.model_path),
+                context.tokenizer_fingerprint,
+            )
+        except BlockDrafterError as error:
+            raise DrafterError(f"drafter specdec: {error}") from error
+        if loaded.manifest.vocab_size > context.vocab_size:
+            raise DrafterError(
+                f"drafter specdec: {folder} drafts tokens of a vocabulary of "
+                f"{loaded.manifest.vocab_size}, and the target's is {context.vocab_size}"
+            )
+        self._manifest, self._kept = loaded.manifest, loaded.kept
+        self._predictor = BlockPredictor(loaded.model, int8=on_cpu)
+        self._tokenizer = _tokenizer(context)
+        self._choices = context.options.specdec_branches
+        self._ends = frozenset(self._manifest.ends) | context.eos_token_ids
+        self._retrieves = context.options.specdec_retrieve
+        self._retrieval = load("sssd", context)
+        self._counters = {"sources": 0.0, "source_tokens": 0.0, "passes": 0.0, "blocks": 0.0}
+        logger.info(
+            "SpecDec drafter: %s, k %d, %s tokens, held out %s",
+            folder,
+            self._manifest.shape.block,
+            self._manifest.outputs,
+            dict(self._manifest.scores),
+        )
+
+    @staticmethod
+    def check(params: Mapping[str, Any]) -> None:
+        """Refuse custom_params that this drafter cannot use.
+
+        Raises:
+            ValueError: custom_params.specdec has an unknown name or a value of the wrong kind.
+        """
+        try:
+            options = BlockOptions.parse(params.get(PARAMETER))
+        except ValueError as error:
+            raise ValueError(f"custom_params.{error}") from None
+        # As in drafters/ssbd.py: SGLang's msgspec messages hold no list within an object.
+        if isinstance(options.source, tuple) and not envs.SGLANG_USE_PICKLE_IPC.get():
+            raise ValueError(
+                f"custom_params.{PARAMETER}.source cannot be token ids while "
+                "SGLANG_USE_PICKLE_IPC=0; send its text"
+            )
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Totals since the start: encoded sources and their tokens, decoder passes, blocks."""
+        return self._counters
+
+    def prefill(self, requests: Sequence[DraftRequest]) -> None:
+        """Encode the sources of all, in one pass."""
+        for request in requests:
+            request.state = _State(self._options(request))
+        self._encode(requests)
+
+    def prefill_draft(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
+        """The chain of each request's first block, before its first token."""
+        self._encode([r for r in requests if self._state(r).memory is None])
+        return self._drafted(requests, max_nodes, [1] * len(requests))
+
+    def start(self, request: DraftRequest) -> None:
+        """Take up a request; one that no prefill was told of is encoded in its first step."""
+        if request.state is None:
+            request.state = _State(self._options(request))
+
+    def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
+        """A tree for each, of one decoder pass for all; with SSSD's nodes where it is asked too."""
+        self._encode([r for r in requests if self._state(r).memory is None])
+        branches = [self._state(r).options.branches or self._choices for r in requests]
+        trees = self._drafted(requests, max_nodes, branches)
+        rows = [i for i, r in enumerate(requests) if self._asks_retrieval(self._state(r))]
+        if rows:
+            found = self._retrieval.propose([self._retrieved(requests[i]) for i in rows], max_nodes)
+            for i, tree in zip(rows, found, strict=True):
+                trees[i] = _both(trees[i], tree, max_nodes)
+        return trees
+
+    def finish(self, request: DraftRequest, completed: bool) -> None:
+        """Let go of the source; the output joins SSSD's datastore, as without this drafter."""
+        request.state = None
+        self._retrieval.finish(request, completed)
+
+    def _drafted(
+        self, requests: Sequence[DraftRequest], max_nodes: int, branches: Sequence[int]
+    ) -> list[TokenTree]:
+        window = self._manifest.shape.window
+        blocks = self._predictor.predict(
+            [memory for r in requests if (memory := self._state(r).memory) is not None],
+            [self._kept.output_rows(r.output[-window:]) for r in requests],
+            [len(r.output) for r in requests],
+            max(branches),
+        )
+        self._counters["passes"] += 1
+        self._counters["blocks"] += len(blocks)
+        return [
+            block_tree(block.narrowed(n), self._kept, max_nodes, self._ends)
+            for block, n in zip(blocks, branches, strict=True)
+        ]
+
+    def _encode(self, requests: Sequence[DraftRequest]) -> None:
+        if not requests:
+            return
+        sources = [self._source(r) for r in requests]
+        for request, source, memory in zip(
+            requests,
+            sources,
+            self._predictor.encode([self._kept.rows(source) for source in sources]),
+            strict=True,
+        ):
+            self._state(request).memory = memory
+            self._counters["source_tokens"] += len(source)
+        self._counters["sources"] += len(requests)
+
+    def _source(self, request: DraftRequest) -> Tokens:
+        """int32[s], what the encoder reads."""
+        rule = self._manifest.source
+        given = self._state(request).options.source
+        if given is None or (isinstance(given, str) and self._tokenizer is None):
+            return source_of(request.prompt[-_MOST_SOURCE_TOKENS:], rule)
+        if isinstance(given, str):
+            given = self._tokenizer(given, add_special_tokens=False)["input_ids"]
+        known = [token for token in given if token < self._manifest.vocab_size]
+        return np.array(known[-rule.most_tokens :], dtype=np.int32)
+
+    def _options(self, request: DraftRequest) -> BlockOptions:
+        try:
+            return BlockOptions.parse(request.params.get(PARAMETER))
+        except ValueError as error:
+            # The HTTP layer refuses these (check); whoever comes another way has the defaults.
+            logger.warning("request %s: custom_params.%s; ignored", request.rid, error)
+            return BlockOptions()
+
+    @staticmethod
+    def _state(request: DraftRequest) -> _State:
+        state: _State = request.state
+        return state
+
+    def _asks_retrieval(self, state: _State) -> bool:
+        given = state.options.retrieve
+        return self._retrieves if given is None else given
+
+    def _retrieved(self, request: DraftRequest) -> DraftRequest:
+        state = self._state(request)
+        if state.retrieved is None:
+            state.retrieved = DraftRequest(
+                request.rid,
+                request.prompt,
+                request.output,
+                request.params,
+                options=request.options,
+            )
+            self._retrieval.start(state.retrieved)
+        return state.retrieved
+
+
+def _both(drafted: TokenTree, retrieved: TokenTree, max_nodes: int) -> TokenTree:
+    if not len(drafted) or not len(retrieved):
+        return drafted if len(drafted) else retrieved
+    return merged([drafted, retrieved], max_nodes)
+
+
+def _tokenizer(context: DrafterContext) -> Any:
+    """transformers' tokenizer of the target; None where the target's folder is not known."""
+    if not context.model_path:
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(context.model_path)

@@ -1,0 +1,159 @@
+"""Training: a toy target is learned, and a kill changes nothing."""
+
+import dataclasses
+import errno
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_ext.block_drafter import checkpoints, drafter_files
+from sglang_ext.block_drafter.accepted_tokens import agreed, replay
+from sglang_ext.block_drafter.block_predictor import Block
+from sglang_ext.block_drafter.drafter_files import load_drafter
+from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
+from sglang_ext.block_drafter.glancing import _shown, make_batch
+from sglang_ext.block_drafter.kept_tokens import MASK, PADDING, UNKNOWN
+from tests.unit.block_drafter.toy_drafters import (
+    RECIPE,
+    SHAPE,
+    repeating,
+    trainer,
+    training_set,
+)
+
+SHORT = dataclasses.replace(RECIPE, steps=20, evaluate=10)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, trainer(folder, repeating()).run()
+
+
+def test_a_pattern_is_learned_to_high_acceptance(trained):
+    folder, manifest = trained
+    scores = manifest.scores["accepted_per_step"]
+    assert list(scores) == ["2", "4", "5", "6"]
+    assert scores["2"] == 3.0 and scores["6"] > 5.0
+    assert manifest.scores["held_out"] >= 2
+    assert not (folder / checkpoints.FOLDER).exists()
+    assert load_drafter(folder).manifest == manifest
+
+
+def test_a_training_that_was_killed_ends_in_the_same_weights(tmp_path):
+    data = repeating(60)
+    whole = trainer(tmp_path / "whole", data, SHORT)
+    whole.run()
+
+    class Killed(BaseException):
+        pass
+
+    def kill(progress):
+        if progress.step == 13:
+            raise Killed
+
+    eager = dataclasses.replace(SHORT, checkpoint_s=0.0)
+    with pytest.raises(Killed):
+        trainer(tmp_path / "cut", data, eager, tell=kill).run()
+    resumed = trainer(tmp_path / "cut", data, eager)
+    assert resumed.step == 13
+    resumed.run()
+    first, second = (load_drafter(tmp_path / name) for name in ("whole", "cut"))
+    assert first.manifest.weights == second.manifest.weights
+    assert first.manifest.scores == second.manifest.scores
+
+
+def test_other_data_do_not_go_on_with_a_training(tmp_path):
+    eager = dataclasses.replace(SHORT, checkpoint_s=0.0)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(progress):
+        raise Killed
+
+    with pytest.raises(Killed):
+        trainer(tmp_path, repeating(60), eager, tell=kill).run()
+    with pytest.raises(BlockDrafterError, match="other data"):
+        trainer(tmp_path, repeating(61), eager)
+    state = tmp_path / "training" / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:100])
+    with pytest.raises(BlockDrafterError, match="damaged"):
+        trainer(tmp_path, repeating(60), eager)
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(drafter_files.os, "replace", full)
+    with pytest.raises(BlockDrafterError, match=r"cannot write .*No space left on device$"):
+        trainer(tmp_path, repeating(60), SHORT).run()
+
+
+def test_too_little_data_are_refused():
+    with pytest.raises(BlockDrafterError, match="9 different sources"):
+        training_set(repeating(9))
+
+
+def test_held_out_sources_are_not_learned_from():
+    made, _ = training_set(repeating())
+    learned = {rows.tobytes() for rows in made.learned.sources}
+    assert len(made.held_out) and not learned & {r.tobytes() for r in made.held_out.sources}
+
+
+def test_blocks_stand_behind_random_prefixes_and_end_with_the_output():
+    rng = np.random.default_rng(0)
+    outputs = [np.arange(10, 19), np.array([7])]
+    batch = make_batch([np.array([4]), np.array([5, 6])], outputs, SHAPE, 40, rng)
+    assert set(batch.committed[:40].tolist()) == set(range(9))
+    for tokens, gold, done in zip(batch.tokens, batch.gold, batch.committed, strict=True):
+        assert (tokens[SHAPE.window :] == MASK).all()
+        output = outputs[0] if gold[0] >= 10 else outputs[1]
+        following = output[done : done + SHAPE.block]
+        assert gold[gold != PADDING].tolist() == following.tolist()
+        last = output[max(0, done - SHAPE.window) : done]
+        assert tokens[tokens >= 3].tolist() == last.tolist()
+    assert batch.sources.tolist() == [[4, PADDING], [5, 6]]
+
+
+def test_the_more_a_first_pass_gets_wrong_the_more_is_shown():
+    gold = torch.tensor([[5, 6, 7, 8], [5, 6, PADDING, PADDING], [5, 6, 7, 8]])
+    guessed = torch.tensor([[9, 9, 9, 9], [9, 9, 9, 9], [5, 6, 7, 9]])
+    shown = _shown(guessed, gold, gold != PADDING, 0.5, torch.Generator().manual_seed(0))
+    assert shown.sum(1).tolist() == [2, 1, 0]
+    assert not shown[1, 2:].any()
+
+
+class _Scripted:
+    """A predictor that knows the outputs, but for every fourth token."""
+
+    def __init__(self, outputs):
+        self._outputs = outputs
+
+    def encode(self, sources):
+        return list(range(len(sources)))
+
+    def predict(self, memories, last, committed, choices):
+        blocks = []
+        for i, done in zip(memories, committed, strict=True):
+            rows = np.array(self._outputs[i][done : done + 6])
+            rows[[(done + j) % 4 == 3 for j in range(len(rows))]] = UNKNOWN
+            blocks.append(Block(rows[:, None], np.zeros((len(rows), 1), np.float32)))
+        return blocks
+
+
+def test_a_replay_counts_steps_as_a_server_would():
+    outputs = [np.arange(10, 19), np.arange(10, 12), np.array([10])]
+    accepted = replay(_Scripted(outputs), [None] * 3, outputs, block=6)  # type: ignore[arg-type]
+    # 9 tokens: 1 of the prefill, then 3 (two drafted), 4 (three drafted), 1; 2 tokens: 1 step.
+    assert (accepted.tokens, accepted.steps) == (9, 4)
+    by_one = replay(_Scripted(outputs), [None] * 3, outputs, block=1)  # type: ignore[arg-type]
+    assert by_one.tokens == 9 and by_one.steps == 6
+
+
+def test_tokens_agree_up_to_the_first_that_differs():
+    assert agreed(np.array([5, 6, 7]), np.array([5, 6, 9, 7])) == 2
+    assert agreed(np.array([5, UNKNOWN]), np.array([5, UNKNOWN])) == 1
+    assert agreed(np.array([5]), np.array([], dtype=np.int64)) == 0

@@ -1,0 +1,120 @@
+"""The network, its served form, and the tokens that it knows."""
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_ext.block_drafter.block_predictor import BlockPredictor, padded, windows
+from sglang_ext.block_drafter.kept_tokens import FIRST, MASK, PADDING, UNKNOWN, KeptTokens
+from sglang_ext.block_drafter.shapes import SHAPES, Shape
+from tests.unit.block_drafter.toy_drafters import SHAPE, untrained
+
+
+def test_every_named_shape_is_one():
+    for shape in SHAPES.values():
+        shape.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"), [({"heads": 3}, "width"), ({"block": 0}, "block"), ({"window": 1.5}, "w")]
+)
+def test_a_shape_that_no_model_can_have_is_refused_by_its_field(changes, field):
+    with pytest.raises(ValueError, match=field):
+        Shape(**{"width": 32, "heads": 2, **changes}).check()
+
+
+def test_a_block_is_predicted_in_one_pass():
+    torch.manual_seed(0)
+    model, kept = untrained()
+    sources = torch.tensor([[4, 5, 6], [7, 8, PADDING]])
+    tokens = torch.from_numpy(windows([np.array([9, 9]), np.array([], int)], 4, 6))
+    assert tokens.shape == (2, 10) and (tokens[:, 4:] == MASK).all()
+    logits = model.decode(model.encode(sources), sources == PADDING, tokens, torch.tensor([2, 0]))
+    assert logits.shape == (2, SHAPE.block, kept.num_classes)
+    assert logits.isfinite().all()
+
+
+def _requests():
+    rng = np.random.default_rng(1)
+    sources = [rng.integers(3, 40, n) for n in (5, 1, 9)]
+    last = [rng.integers(3, 40, n) for n in (0, 4, 7)]
+    return sources, last, [0, 4, 31]
+
+
+def test_what_is_served_is_what_was_trained():
+    """The predictor's own layers compute what nn.Transformer's do."""
+    torch.manual_seed(0)
+    model, kept = untrained()
+    model.eval()
+    sources, last, committed = _requests()
+    predictor = BlockPredictor(model, int8=False)
+    blocks = predictor.predict(predictor.encode(sources), last, committed, kept.num_classes)
+    with torch.no_grad():
+        tokens = torch.from_numpy(padded(sources))
+        logits = model.decode(
+            model.encode(tokens),
+            tokens == PADDING,
+            torch.from_numpy(windows(last, SHAPE.window, SHAPE.block)),
+            torch.tensor(committed),
+        )
+    expected = logits.log_softmax(-1)
+    for block, row in zip(blocks, expected, strict=True):
+        found = torch.empty_like(row)
+        found.scatter_(1, torch.from_numpy(block.rows) - UNKNOWN, torch.from_numpy(block.logprobs))
+        assert torch.allclose(found, row, atol=1e-4)
+
+
+def test_a_batch_predicts_what_each_request_does_alone():
+    torch.manual_seed(0)
+    predictor = BlockPredictor(untrained()[0], int8=False)
+    sources, last, committed = _requests()
+    together = predictor.predict(predictor.encode(sources), last, committed, 3)
+    for i in range(3):
+        memories = predictor.encode([sources[i]])
+        (alone,) = predictor.predict(memories, [last[i]], [committed[i]], 3)
+        assert np.allclose(alone.logprobs, together[i].logprobs, atol=1e-4)
+        assert (alone.rows == together[i].rows).all()
+
+
+def test_int8_is_near_float():
+    torch.manual_seed(0)
+    model, kept = untrained()
+    sources, last, committed = _requests()
+    many = kept.num_classes
+    by_kind = []
+    for int8 in (False, True):
+        predictor = BlockPredictor(model, int8)
+        blocks = predictor.predict(predictor.encode(sources), last, committed, many)
+        order = [np.argsort(block.rows, axis=1) for block in blocks]
+        logprobs = [
+            np.take_along_axis(b.logprobs, o, 1) for b, o in zip(blocks, order, strict=True)
+        ]
+        by_kind.append(np.stack(logprobs))
+    difference = np.abs(by_kind[0] - by_kind[1])
+    assert 0 < difference.mean() < 0.1 * by_kind[0].std()
+
+
+def test_a_source_keeps_memory_by_its_length_alone():
+    predictor = BlockPredictor(untrained()[0], int8=False)
+    long, short = predictor.encode([np.arange(3, 15), np.arange(3, 9)])
+    assert long.nbytes == 2 * short.nbytes == 12 * 2 * 32 * 4
+    (empty,) = predictor.encode([np.array([], dtype=np.int64)])
+    assert empty.nbytes == 2 * 32 * 4
+
+
+def test_rare_tokens_are_mapped_out():
+    sources, outputs = np.zeros(20, np.int64), np.zeros(20, np.int64)
+    outputs[[4, 5, 6]] = 9, 7, 1
+    sources[[5, 8]] = 3, 3
+    kept = KeptTokens.most_frequent(sources, outputs, 3, 8, always=[2])
+    assert kept.tokens.tolist() == [2, 4, 5, 8]
+    assert kept.rows([4, 8, 6]).tolist() == [FIRST + 1, FIRST + 3, UNKNOWN]
+    assert kept.output_rows([4, 8, 6]).tolist() == [FIRST + 1, UNKNOWN, UNKNOWN]
+    assert kept.ids([FIRST + 1, UNKNOWN, FIRST + 3]).tolist() == [4, -1, 8]
+    assert kept.num_classes == 4
+
+
+@pytest.mark.parametrize("tokens", [[1, 1], [20], [-1, 3]])
+def test_kept_tokens_that_are_none_are_refused(tokens):
+    with pytest.raises(ValueError, match="different ids"):
+        KeptTokens(np.array(tokens), 1, 20)
