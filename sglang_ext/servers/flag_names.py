@@ -17,6 +17,7 @@ METHODS: Mapping[str, str] = {
     "REST": "rest",
     "SPECASR": "specasr",
     "SSBD": "ssbd",
+    "SPECDEC": "specdec",
 }
 _DRAFT_MODEL = ("--speculative-draft-model-path", "--speculative-draft-model")
 _OF_DRAFTING = (

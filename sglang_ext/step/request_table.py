@@ -120,8 +120,8 @@ class RequestTable:
         self._running: dict[str, RunningRequest] = {}
         # Their prompts are read (here or elsewhere), their first step is still to come.
         self._prefilled: dict[str, RunningRequest] = {}
-        # By the drafter's name, whether a relaxed rule counts for the request, and whether it brings
-        # a prediction, which is drafted first: what each of them accepts tells nothing of others.
+        # By the drafter's name, whether the request has a relaxed rule, and whether it brings a
+        # prediction, which is drafted first: what each of them accepts tells nothing of others.
         self._calibrations: dict[tuple[str, bool, bool], Calibration] = {}
 
     def update(
