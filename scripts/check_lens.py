@@ -72,6 +72,7 @@ def main() -> int:
     return 0 if better else 1
 
 
+@torch.no_grad()
 def fit_lenses(model: Model, texts: Iterable, exits: list[int]) -> tuple[dict[int, Lens], float]:
     """A lens of each exit, and the seconds that sums and solving took."""
     proxy, seconds = Proxy(model.parts, KAPPA), 0.0
@@ -87,6 +88,7 @@ def fit_lenses(model: Model, texts: Iterable, exits: list[int]) -> tuple[dict[in
     return lenses, seconds + time.perf_counter() - began
 
 
+@torch.no_grad()
 def foreseen(
     model: Model, texts: list, exits: list[int], proxies: Mapping[str, Proxy]
 ) -> dict[str, float]:
