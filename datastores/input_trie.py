@@ -73,8 +73,9 @@ class InputTrie:
             self._last_one.fill(0)
             self._last_two.fill(0)
             new = kept
-        if self._size + new.size + MOST_SUPPOSED > self._capacity:
-            self._grow(max(self._size + new.size + MOST_SUPPOSED, 2 * self._capacity))
+        room = min(self._size + new.size + MOST_SUPPOSED, limit)
+        if room > self._capacity:
+            self._grow(max(room, 2 * self._capacity))
         self._append(new)
 
     def supposing(self, tokens: Sequence[int] | np.ndarray) -> "SupposedInput | None":

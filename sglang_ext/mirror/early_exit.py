@@ -22,7 +22,7 @@ from sglang_ext.drafters.target_reader import TargetReader, model_identity, why_
 from sglang_ext.mirror.fit_texts import ENOUGH, carried_texts, frequent_tokens, served_texts
 from sglang_ext.mirror.lens import Lens
 from sglang_ext.mirror.lens_fit import fitted, lens_from, lens_of
-from sglang_ext.mirror.proxy import Proxy, narrowed
+from sglang_ext.mirror.proxy import Pack, Proxy, narrowed, plain_product
 from sglang_ext.mirror.target_parts import ExitError, parts_of, tap_state
 from sglang_ext.options import Options
 
@@ -110,7 +110,12 @@ class EarlyExit:
         self.passes += 1
 
 
-def open_exit(worker: Any, options: Options, datastores: Sequence[Datastore]) -> EarlyExit | None:
+def open_exit(
+    worker: Any,
+    options: Options,
+    datastores: Sequence[Datastore],
+    pack: Pack = plain_product,
+) -> EarlyExit | None:
     """The exit of a target on the host, its lens fitted or read; None where it cannot have one.
 
     Call it before the first request: texts may be read, and the pools are emptied behind it.
@@ -118,6 +123,7 @@ def open_exit(worker: Any, options: Options, datastores: Sequence[Datastore]) ->
     Args:
         worker: SGLang's TpModelWorker, its attention backend made.
         datastores: whose texts a lens may be fitted on.
+        pack: makes products of few rows.
 
     Raises:
         ExitError: the options name a layer or a file that cannot be used.
@@ -137,11 +143,12 @@ def open_exit(worker: Any, options: Options, datastores: Sequence[Datastore]) ->
     exit_layer = options.mirror_exit_layer or len(parts.layers) // 2
     proxy = Proxy(parts, min(options.mirror_kappa, config.vocab_size))
     texts = _texts(worker.tokenizer, datastores)
-    proxy = replace(proxy, lens=_lens(worker, options, proxy, exit_layer, texts))
+    lens = _lens(worker, options, proxy, exit_layer, texts)
+    proxy = replace(proxy, lens=None if lens is None else lens.to(runner.dtype))
     if 0 < options.mirror_head_tokens < config.vocab_size:
         frequent = frequent_tokens(texts, options.mirror_head_tokens, config.vocab_size)
         try:
-            proxy = narrowed(proxy, frequent)
+            proxy = narrowed(proxy, frequent, pack)
         except ValueError as error:
             raise ExitError(
                 f"--mirror-head-tokens {options.mirror_head_tokens}: {error}"

@@ -39,6 +39,10 @@ class Lens:
         dtype = states.dtype
         return torch.addmm(self.bias.to(dtype), states, self.weight.to(dtype))
 
+    def to(self, dtype: torch.dtype) -> "Lens":
+        """The same for states of this dtype, converted once."""
+        return Lens(self.weight.to(dtype), self.bias.to(dtype), self.tokens)
+
 
 class RidgeSums:
     """X^T X and X^T Y over all tokens seen, in float64; X has a column of ones.

@@ -1,11 +1,22 @@
 """What a target's state at its early exit says of the next token."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from sglang_ext.mirror.lens import Lens
 from sglang_ext.mirror.target_parts import TargetParts
+
+# float[T, d] -> float[T, n], a product with n rows.
+Product = Callable[[torch.Tensor], torch.Tensor]
+# Makes one of float[n, d] rows and a bias, float[n], or none.
+Pack = Callable[[torch.Tensor, torch.Tensor | None], Product]
+
+
+def plain_product(rows: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """A product with these rows as torch has it."""
+    return lambda states: torch.nn.functional.linear(states, rows, bias)
 
 
 @dataclass(frozen=True)
@@ -19,15 +30,15 @@ class Proxy:
         parts: the target's.
         kappa: candidates given of each state.
         lens: fitted; None: the head reads the state as it is.
-        tokens: int64[n], token ids that are asked about, of the rows of `rows`; None: all.
-        rows: float[n, d], the head's rows of these tokens.
+        tokens: int64[n], token ids that are asked about; None: all.
+        product: their logits before scale and softcap, from normalised states, lens included.
     """
 
     parts: TargetParts
     kappa: int
     lens: Lens | None = None
     tokens: torch.Tensor | None = None
-    rows: torch.Tensor | None = None
+    product: Product | None = None
 
     def normalised(self, states: torch.Tensor) -> torch.Tensor:
         """float[T, d]: states at the exit as the final norm leaves them."""
@@ -37,11 +48,9 @@ class Proxy:
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """float32[T, n] of the tokens that are asked about, of states at the exit, float[T, d]."""
         normed = self.normalised(states)
-        if self.lens is not None:
-            normed = self.lens(normed)
-        if self.rows is None:
-            return self.parts.logits(normed)
-        return self.parts.finished(torch.nn.functional.linear(normed, self.rows).float())
+        if self.product is not None:
+            return self.parts.finished(self.product(normed).float())
+        return self.parts.logits(normed if self.lens is None else self.lens(normed))
 
     @torch.inference_mode()
     def candidates(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,8 +65,13 @@ class Proxy:
         return (index if self.tokens is None else self.tokens[index]), logprobs
 
 
-def narrowed(proxy: Proxy, tokens: torch.Tensor) -> Proxy:
-    """The same proxy, asked about these tokens alone (int64[n]): a product of n rows, not of all.
+def narrowed(proxy: Proxy, tokens: torch.Tensor, pack: Pack = plain_product) -> Proxy:
+    """The same proxy, asked about these tokens alone (int64[n]): one product of n rows.
+
+    The lens is multiplied into the rows.
+
+    Args:
+        pack: makes the product.
 
     Raises:
         ValueError: fewer tokens than candidates, or a head whose rows cannot be taken.
@@ -67,5 +81,9 @@ def narrowed(proxy: Proxy, tokens: torch.Tensor) -> Proxy:
         raise ValueError("the LM head's rows cannot be taken: its weight is no plain matrix")
     if len(tokens) < proxy.kappa:
         raise ValueError(f"{proxy.kappa} candidates need as many tokens, got {len(tokens)}")
-    rows = weight.detach()[tokens].contiguous()
-    return Proxy(proxy.parts, proxy.kappa, proxy.lens, tokens, rows)
+    rows, bias = weight.detach()[tokens], None
+    if proxy.lens is not None:
+        exact = rows.float()
+        bias = (exact @ proxy.lens.bias.float()).to(rows.dtype)
+        rows = (exact @ proxy.lens.weight.float().T).to(rows.dtype)
+    return Proxy(proxy.parts, proxy.kappa, proxy.lens, tokens, pack(rows.contiguous(), bias))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from sglang_ext.cpu.heap_trim import HeapTrim
+from sglang_ext.cpu.linear import packed_product
 from sglang_ext.mirror.early_exit import open_exit
 from sglang_ext.options import Options
 from sglang_ext.step.exit_views import ExitViews
@@ -71,7 +72,7 @@ class HostRuntime(StepRuntime):
         """Open it where a drafter uses it and the target can have one."""
         if not self._planner.uses_early_exit:
             return
-        made = open_exit(self._target, options, self._planner.datastores)
+        made = open_exit(self._target, options, self._planner.datastores, packed_product)
         self._exits = None if made is None else ExitViews(made)
 
     def begin(self, batch: "ScheduleBatch") -> None:

@@ -40,9 +40,13 @@ def installed_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def sssd_server(installed_drafter: Path) -> Iterator[Server]:
-    """SSSD that verifies every draft it has, with random trees and our example at hand."""
+    """SSSD that verifies every draft it has, with random trees and our example at hand.
+
+    Its drafts are retrieved while passes run, where they can be.
+    """
     flags = ["--speculative-algorithm", "SSSD", "--budget", "fixed"]
     flags += ["--drafters", "random,ssbd,my_drafter"]
+    flags += ["--mirror-retrieval", "1", "--mirror-lens-seconds", "6"]
     server = Server(MODEL, [*flags, *CHUNK, "--enable-metrics"], name="sssd")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(installed_drafter), prepend=os.pathsep)

@@ -7,6 +7,7 @@ import torch
 from datastores import Datastore
 from sglang_ext.mirror.early_exit import EarlyExit
 from sglang_ext.mirror.fit_texts import carried_texts, frequent_tokens, served_texts
+from sglang_ext.mirror.lens import Lens
 from sglang_ext.mirror.proxy import Proxy, narrowed
 from sglang_ext.mirror.target_parts import ExitError, parts_of, tap_normed, tap_state
 from tests.unit.mirror.layered_model import (
@@ -101,6 +102,10 @@ def test_a_narrow_head_is_asked_about_its_tokens_alone():
     expected = torch.log_softmax(logits, dim=-1).topk(5)
     torch.testing.assert_close(tokens, asked[expected.indices])
     torch.testing.assert_close(logprobs, expected.values)
+    lens = Lens(torch.randn(12, 12), torch.randn(12), 1)
+    lensed = Proxy(parts_of(model, DEPTH, VOCAB), 5, lens)
+    folded = narrowed(lensed, asked).logits(state)
+    torch.testing.assert_close(folded, lensed.logits(state)[:, asked], atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="5 candidates need as many tokens, got 2"):
         narrowed(proxy_of(model), asked[:2])
 

@@ -227,13 +227,14 @@ def test_whoever_asks_waits_for_a_few_retrievals_only_and_keeps_what_is_there():
 def test_a_thread_that_never_lets_go_loses_its_requests(caplog, monkeypatch):
     monkeypatch.setattr(mirrored_retrieval, "_PATIENCE_S", 0.05)
     made, plain = drafter(), drafter(mirrored=False)
-    go_on = threading.Event()
-    made._mirror._retrieve = lambda *args: go_on.wait(20)
+    entered, go_on = threading.Event(), threading.Event()
+    made._mirror._retrieve = lambda *args: (entered.set(), go_on.wait(20))
     ours, theirs = request("a"), request("a")
     made.start(ours)
     plain.start(theirs)
     held = ours.state
     made.early_exit([ours], view_of([ours], made.propose([ours], NODES), [55, 56, 57, 58]))
+    assert entered.wait(20)
     ours.output.append(55)
     theirs.output.append(55)
     assert same(made.propose([ours], NODES)[0], plain.propose([theirs], NODES)[0])
