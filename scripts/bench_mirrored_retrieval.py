@@ -40,9 +40,9 @@ from sglang_ext.tree import TokenTree, pack
 BATCH, WIDTH = 32, 8
 SUFFIXES_MS = (2.0, 10.0, 30.0)
 STANDARD_MS = 10.0
-FULL, QUICK = (10_000_000, 400), (1_000_000, 60)  # tokens of the datastore, steps
-MAX_PROMPT = 200
-FIT = 48
+# Tokens of the datastore, steps, answers to fit the lens on, and answers given.
+FULL, QUICK = (10_000_000, 400, 64, 4 * BATCH), (1_000_000, 60, 16, BATCH)
+MAX_PROMPT = 120
 
 
 @dataclass(eq=False)
@@ -145,9 +145,9 @@ def main() -> int:
     args = parser(__doc__, model=False)
     args.add_argument("--tokens", type=int, help="of the datastore's text")
     options = args.parse_args()
-    tokens, steps = QUICK if options.quick else FULL
+    tokens, steps, fitted, given = QUICK if options.quick else FULL
     pairs = answered(MAX_PROMPT)
-    fit, asked = pairs[:FIT], pairs[FIT : FIT + (2 if options.quick else 4) * BATCH]
+    fit, asked = pairs[:fitted], pairs[fitted : fitted + given]
     print(f"recording what the exit says of {len(asked)} answers", flush=True)
     answers = record(fit, asked)
     texts = machine_text(MODEL, options.tokens or tokens)

@@ -23,7 +23,13 @@ from sglang_ext.mirror.fit_texts import ENOUGH, carried_texts, frequent_tokens, 
 from sglang_ext.mirror.lens import Lens
 from sglang_ext.mirror.lens_fit import fitted, lens_from, lens_of
 from sglang_ext.mirror.proxy import Pack, Proxy, narrowed, plain_product
-from sglang_ext.mirror.target_parts import ExitError, parts_of, tap_state
+from sglang_ext.mirror.target_parts import (
+    ExitError,
+    TargetParts,
+    check_layers,
+    parts_of,
+    tap_state,
+)
 from sglang_ext.options import Options
 
 logger = logging.getLogger(__name__)
@@ -129,14 +135,8 @@ def open_exit(
         ExitError: the options name a layer or a file that cannot be used.
     """
     runner, config = worker.model_runner, worker.model_runner.model_config
-    reason = why_not(runner, worker.tokenizer)
-    if get_parallel().tp_size > 1:
-        reason = "the LM head is divided among ranks"
-    if reason:
-        logger.warning("sglang-ext early exit: none, %s", reason)
-        return None
     try:
-        parts = parts_of(runner.model, config.num_hidden_layers, config.vocab_size)
+        parts = _parts(worker)
     except ExitError as error:
         logger.warning("sglang-ext early exit: none, %s", error)
         return None
@@ -162,6 +162,23 @@ def open_exit(
         "the LM head alone" if proxy.lens is None else "by a lens",
     )
     return made
+
+
+def _parts(worker: Any) -> TargetParts:
+    """The target's parts.
+
+    Raises:
+        ExitError: it cannot have an exit.
+    """
+    runner, config = worker.model_runner, worker.model_runner.model_config
+    reason = why_not(runner, worker.tokenizer)
+    if get_parallel().tp_size > 1:
+        reason = "the LM head is divided among ranks"
+    if reason:
+        raise ExitError(reason)
+    parts = parts_of(runner.model, config.num_hidden_layers, config.vocab_size)
+    check_layers(parts.layers)
+    return parts
 
 
 def _texts(tokenizer: Any, datastores: Sequence[Datastore]) -> list[list[int]]:

@@ -79,7 +79,6 @@ def _rank(
     nodes_out, tokens_out, probs_out, counts_out,
 ):  # fmt: skip
     bs, width, kappa = candidates.shape
-    most = nodes_out.shape[1]
     probs = np.empty((width, kappa), np.float64)
     follows = np.empty(width, np.float64)
     reach = np.empty(width, np.float64)
@@ -112,18 +111,25 @@ def _rank(
             unnamed = max(0.02, 1.0 - of_their_candidates[i])
             for c in range(kappa):
                 probs[i, c] *= reach[i] * left / unnamed
-        taken = 0
-        while taken < most:
-            best, node, which = least, -1, -1
-            for i in range(n):
-                for c in range(kappa):
-                    if probs[i, c] > best:
-                        best, node, which = probs[i, c], i, c
-            if node < 0:
-                break
-            nodes_out[b, taken] = node
-            tokens_out[b, taken] = candidates[b, node, which]
-            probs_out[b, taken] = best
-            probs[node, which] = 0.0
-            taken += 1
-        counts_out[b] = taken
+        counts_out[b] = _take_best(
+            probs[:n], candidates[b], least, nodes_out[b], tokens_out[b], probs_out[b]
+        )
+
+
+@numba.njit(cache=True, nogil=True)
+def _take_best(probs, candidates, least, nodes_out, tokens_out, probs_out):
+    """Writes the best outcomes down, best first, and returns their number; probs is used up."""
+    n, kappa = probs.shape
+    for taken in range(nodes_out.size):
+        best, node, which = least, -1, -1
+        for i in range(n):
+            for c in range(kappa):
+                if probs[i, c] > best:
+                    best, node, which = probs[i, c], i, c
+        if node < 0:
+            return taken
+        nodes_out[taken] = node
+        tokens_out[taken] = candidates[node, which]
+        probs_out[taken] = best
+        probs[node, which] = 0.0
+    return nodes_out.size

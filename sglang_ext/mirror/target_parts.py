@@ -48,10 +48,8 @@ class TargetParts:
         ranks, which do not come here.
         """
         method = getattr(self.head, "quant_method", None)
-        if hasattr(method, "apply"):
-            logits = method.apply(self.head, normed, getattr(self.head, "bias", None))
-        else:
-            logits = self.head(normed)
+        of_sglang = hasattr(method, "apply")
+        logits = method.apply(self.head, normed) if of_sglang else self.head(normed)
         return self.finished(logits[..., : self.vocab_size].float())
 
     def finished(self, logits: torch.Tensor) -> torch.Tensor:
@@ -100,6 +98,21 @@ def _first(module: torch.nn.Module, names: tuple[str, ...]) -> torch.nn.Module |
     return next((each for each in found if isinstance(each, torch.nn.Module)), None)
 
 
+def check_layers(layers: torch.nn.ModuleList) -> None:
+    """Refuse layers that do not show their state.
+
+    Raises:
+        ExitError: the message names their class.
+    """
+    for layer in layers:
+        if not _captures(layer) and _keeps_its_residual(layer):
+            raise ExitError(f"{type(layer).__name__} does not show its state ({_CAPTURE})")
+
+
+def _captures(layer: torch.nn.Module) -> bool:
+    return _CAPTURE in inspect.signature(layer.forward).parameters
+
+
 def tap_state(layers: torch.nn.ModuleList, exit_layer: int, receive: Receive) -> Callable[[], None]:
     """Have `receive` be given the state behind the first `exit_layer` layers, in every pass.
 
@@ -114,11 +127,10 @@ def tap_state(layers: torch.nn.ModuleList, exit_layer: int, receive: Receive) ->
     """
     if not 1 <= exit_layer < len(layers):
         raise ExitError(f"an exit lies behind layer 1 to {len(layers) - 1}, not {exit_layer}")
+    check_layers(layers)
     behind, before = layers[exit_layer], layers[exit_layer - 1]
-    if _CAPTURE in inspect.signature(behind.forward).parameters:
+    if _captures(behind):
         return behind.register_forward_pre_hook(_capturing(receive), with_kwargs=True).remove
-    if _keeps_its_residual(before):
-        raise ExitError(f"{type(before).__name__} does not show its state ({_CAPTURE})")
 
     def look(_layer: torch.nn.Module, _args: Any, output: Any) -> None:
         receive(_state_of(output))
