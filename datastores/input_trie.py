@@ -195,15 +195,15 @@ def _suppose(tokens, same_one, same_two, last_one, last_two, size, new):
         for other in range(position - 1, size - 1, -1):
             if tokens[other] == token:
                 if one < 0:
-                    one = other
+                    one = np.int64(other)
                 if other > 0 and tokens[other - 1] == tokens[position - 1]:
-                    two = other
+                    two = np.int64(other)
                     break
         if one < 0:
             slot = _slot(np.uint64(token), mask)
             while last_one[slot] != 0 and tokens[last_one[slot] - 1] != token:
                 slot = (slot + 1) & mask
-            one = np.int64(last_one[slot]) - 1
+            one = np.int64(last_one[slot] - 1)
         same_one[position] = one
         if two < 0 and position > 0:
             before = tokens[position - 1]
@@ -213,7 +213,7 @@ def _suppose(tokens, same_one, same_two, last_one, last_two, size, new):
                 if tokens[other] == token and tokens[other - 1] == before:
                     break
                 slot = (slot + 1) & mask
-            two = np.int64(last_two[slot]) - 1
+            two = np.int64(last_two[slot] - 1)
         same_two[position] = two
 
 

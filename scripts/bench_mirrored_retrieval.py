@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -154,7 +155,7 @@ def main() -> int:
     drafters = [drafter(mirrored, texts, fit) for mirrored in (False, True)]
     figures: dict[str, float] = {}
     for ms in SUFFIXES_MS:
-        made = run(drafters, answers, steps, lambda ms=ms: time.sleep(ms / 1e3))
+        made = run(drafters, answers, steps, partial(time.sleep, ms / 1e3))
         figures[f"critical_ratio_{ms:g}ms"] = made.mirrored_ms / made.plain_ms
         figures[f"hit_rate_{ms:g}ms"] = made.hit_rate
         if ms == STANDARD_MS:
@@ -186,7 +187,7 @@ def drafter(mirrored: bool, texts: Documents, served: Sequence) -> RetrievalDraf
     """SSSD over these texts and what was served."""
     options = Options(mirror_retrieval=mirrored, live_ingest=False)
     made = RetrievalDrafter(DrafterContext(len(tokenizer(MODEL)), options))
-    made.add_corpus("text", [texts[i] for i in range(len(texts))])
+    made.add_corpus("text", [texts[i].tolist() for i in range(len(texts))])
     made.add_corpus("served", [prompt[-16:] + answer for prompt, answer in served])
     return made
 
@@ -210,9 +211,15 @@ def run(
     gained = {name: value - before[name] for name, value in drafters[1].counters.items()}
     asked = gained["mirror_hits"] + gained["mirror_misses"]
     settled = max(2, steps // 10)
+    waited, halves = (
+        [1e3 * float(np.mean(times[settled:])) for times in each]
+        for each in ([lane.waited for lane in lanes], [lane.halves for lane in lanes])
+    )
     return Measured(
-        *(1e3 * float(np.mean(lane.waited[settled:])) for lane in lanes),
-        *(1e3 * float(np.mean(lane.halves[settled:])) for lane in lanes),
+        plain_ms=waited[0],
+        mirrored_ms=waited[1],
+        plain_half_ms=halves[0],
+        mirrored_half_ms=halves[1],
         hit_rate=gained["mirror_hits"] / asked,
         prepared_per_request=gained["mirror_prepared"] / asked,
         different_trees=different,

@@ -47,7 +47,7 @@ class TargetParts:
         SGLang's LogitsProcessor does the same (layers/logits_processor.py), and more for several
         ranks, which do not come here.
         """
-        method = getattr(self.head, "quant_method", None)
+        method: Any = getattr(self.head, "quant_method", None)
         of_sglang = hasattr(method, "apply")
         logits = method.apply(self.head, normed) if of_sglang else self.head(normed)
         return self.finished(logits[..., : self.vocab_size].float())
