@@ -6,10 +6,11 @@ what they might go on with is supposed (`InputTrie.supposing`). Whatever fails o
 retrieved when it is asked for, as without this.
 """
 
+import heapq
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -194,18 +195,17 @@ class MirroredRetrieval:
 
     def _prepare(self, job: _Job) -> None:
         outcomes = likely_outcomes(job.view, self._outcomes, _LEAST, _acceptance(job))
-        for rank in range(self._outcomes):
-            # One outcome of a request at a time: supposing a second one ends the first.
-            rows = [row for row in job.rows if rank < outcomes.counts[row]]
-            for at in range(0, len(rows), _AT_ONCE):
-                if job.stopped:
-                    return
-                self._retrieve_for(job, outcomes, rank, rows[at : at + _AT_ONCE])
+        for group in best_first(outcomes, job.rows):
+            if job.stopped:
+                return
+            self._retrieve_for(job, outcomes, group)
 
-    def _retrieve_for(self, job: _Job, outcomes: Outcomes, rank: int, rows: Sequence[int]) -> None:
+    def _retrieve_for(
+        self, job: _Job, outcomes: Outcomes, group: Sequence[tuple[int, int]]
+    ) -> None:
         supposed: list[SupposedInput] = []
         whose: list[tuple[Mirrored, tuple[int, ...]]] = []
-        for row in rows:
+        for row, rank in group:
             request = job.rows[row]
             path = path_to(job.view, row, int(outcomes.nodes[row, rank]))
             committed = (*path, int(outcomes.tokens[row, rank]))
@@ -219,6 +219,21 @@ class MirroredRetrieval:
         for (request, committed), draft in zip(whose, drafts, strict=True):
             job.trees.setdefault(request.rid, {})[committed] = tree_of(draft)
         self.prepared += len(whose)
+
+
+def best_first(outcomes: Outcomes, rows: Iterable[int]) -> Iterator[list[tuple[int, int]]]:
+    """(row, rank) of the outcomes of these rows, the most probable ones first, some at once.
+
+    A row comes once in a group: supposing a second outcome of a request ends the first.
+    """
+    heap = [(-float(outcomes.probs[row, 0]), row, 0) for row in rows if outcomes.counts[row]]
+    heapq.heapify(heap)
+    while heap:
+        group = [heapq.heappop(heap) for _ in range(min(_AT_ONCE, len(heap)))]
+        yield [(row, rank) for _, row, rank in group]
+        for _, row, rank in group:
+            if rank + 1 < outcomes.counts[row]:
+                heapq.heappush(heap, (-float(outcomes.probs[row, rank + 1]), row, rank + 1))
 
 
 def tree_of(draft: Draft) -> TokenTree:

@@ -10,7 +10,7 @@ from sglang_ext.drafters import DrafterContext, DraftRequest
 from sglang_ext.drafters.sssd import RetrievalDrafter
 from sglang_ext.mirror import mirrored_retrieval
 from sglang_ext.mirror.exit_view import ExitView
-from sglang_ext.mirror.outcomes import likely_outcomes, path_to
+from sglang_ext.mirror.outcomes import Outcomes, likely_outcomes, path_to
 from sglang_ext.options import Options
 from sglang_ext.request_options import RequestOptions
 from sglang_ext.tree import TokenTree, pack
@@ -289,3 +289,13 @@ def test_a_child_that_the_proxy_does_not_name_is_reached_seldom_but_not_never():
 def test_improbable_outcomes_are_left_out():
     view = one_view([1], [-1], [[9, 6]], [[0.5, 0.01]])
     assert [tokens for tokens, _ in outcomes_of(view, least=0.05)] == [[9]]
+
+
+def test_the_batchs_most_probable_outcomes_come_first_and_a_request_once_at_a_time(monkeypatch):
+    monkeypatch.setattr(mirrored_retrieval, "_AT_ONCE", 2)
+    probs = np.array([[0.9, 0.8, 0.1], [0.5, 0.4, 0.3], [0.7, 0.0, 0.0]], np.float32)
+    nothing = np.zeros((3, 3), np.int32)
+    outcomes = Outcomes(nothing, nothing, probs, np.array([3, 3, 1], np.int32))
+    groups = list(mirrored_retrieval.best_first(outcomes, [0, 1, 2]))
+    assert groups == [[(0, 0), (2, 0)], [(0, 1), (1, 0)], [(1, 1), (0, 2)], [(1, 2)]]
+    assert list(mirrored_retrieval.best_first(outcomes, [2])) == [[(2, 0)]]
