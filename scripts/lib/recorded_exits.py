@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from scripts.lib.lens_states import load, states_of
+from scripts.lib.lens_states import Model, load, states_of
 from scripts.lib.spec_bench import DATA, MODEL, spec_bench
 from sglang_ext.mirror.fit_texts import frequent_tokens
 from sglang_ext.mirror.lens import RidgeSums
@@ -45,27 +45,35 @@ def answered(max_prompt_tokens: int) -> list[tuple[list[int], list[int]]]:
 
 @torch.no_grad()
 def record(
-    fit: Sequence[tuple[list[int], list[int]]], asked: Sequence[tuple[list[int], list[int]]]
-) -> list[RecordedAnswer]:
-    """The answers `asked` with what the exit at half the depth says, its lens fitted on `fit`."""
+    fit: Sequence[tuple[list[int], list[int]]],
+    asked: Sequence[tuple[list[int], list[int]]],
+    parts: Sequence[float],
+) -> list[list[RecordedAnswer]]:
+    """For each part of the depth the answers `asked`, with what an exit there says.
+
+    The lenses are fitted on the answers `fit` and their prompts.
+    """
     model = load(MODEL)
-    exit_layer = model.depth // 2
-    proxy = Proxy(model.parts, KAPPA)
-    sums: RidgeSums | None = None
+    exits = [round(model.depth * part) for part in parts]
     texts = [prompt + answer for prompt, answer in fit]
-    for states, final in states_of(model, texts, [exit_layer]):
-        sums = sums or RidgeSums(final.shape[-1])
-        sums.add(proxy.normalised(states[exit_layer]), final)
-    assert sums is not None
-    lensed = Proxy(model.parts, KAPPA, sums.solve())
-    proxy = narrowed(lensed, frequent_tokens(texts, HEAD_TOKENS, model.parts.vocab_size))
-    made = []
-    texts = [prompt + answer for prompt, answer in asked]
-    for (prompt, answer), (states, _) in zip(
-        asked, states_of(model, texts, [exit_layer]), strict=True
-    ):
-        tokens, logprobs = proxy.candidates(states[exit_layer][len(prompt) :])
-        made.append(
-            RecordedAnswer(prompt, answer, tokens.to(torch.int32).numpy(), logprobs.numpy())
-        )
-    return made
+    proxies = dict(zip(exits, _fitted(model, texts, exits), strict=True))
+    made: dict[int, list[RecordedAnswer]] = {at: [] for at in exits}
+    whole = states_of(model, [prompt + answer for prompt, answer in asked], exits)
+    for (prompt, answer), (states, _) in zip(asked, whole, strict=True):
+        for at, proxy in proxies.items():
+            tokens, logprobs = proxy.candidates(states[at][len(prompt) :])
+            said = tokens.to(torch.int32).numpy(), logprobs.numpy()
+            made[at].append(RecordedAnswer(prompt, answer, *said))
+    return [made[at] for at in exits]
+
+
+def _fitted(model: Model, texts: Sequence[list[int]], exits: Sequence[int]) -> list[Proxy]:
+    """The proxies of these exits, their lenses fitted on texts, the head narrowed as servers do."""
+    plain = Proxy(model.parts, KAPPA)
+    sums: dict[int, RidgeSums] = {}
+    for states, final in states_of(model, texts, exits):
+        for at in exits:
+            known = sums.setdefault(at, RidgeSums(final.shape[-1]))
+            known.add(plain.normalised(states[at]), final)
+    frequent = frequent_tokens(texts, HEAD_TOKENS, model.parts.vocab_size)
+    return [narrowed(Proxy(model.parts, KAPPA, sums[at].solve()), frequent) for at in exits]

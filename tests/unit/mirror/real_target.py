@@ -113,7 +113,7 @@ def opened(worker: Any, reader: Any) -> dict[str, Any]:
     with paper.watching(None, total, lambda tokens, _: seen.update(paper=tokens.tolist())):
         seen["watched"] = reader.read(TEXTS).tolist()
     paper.close()
-    given |= {"mirror_lens_seconds": 20.0, "mirror_head_tokens": 64}
+    given |= {"mirror_lens_seconds": 4.0, "mirror_head_tokens": 64}
     lensed = open_exit(worker, Options(**given), [], packed_product)
     assert lensed is not None
     with lensed.watching(None, total, lambda tokens, _: seen.update(lensed=tokens.tolist())):
