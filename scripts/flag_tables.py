@@ -27,6 +27,7 @@ PAGES = {
     "mirror_retrieval": "docs/mirror.md",
     "cuda_widths": "docs/cuda.md",
     "draft_model": "docs/specasr.md",
+    "relaxed_acceptance": "docs/relaxed.md",
     "ssbd_beta": "docs/ssbd.md",
     "translation_sessions": "docs/translation.md",
 }

@@ -199,6 +199,11 @@ class Options:
         low=0.0,
         high=1.0,
     )
+    relaxed_acceptance: bool = _option(
+        True,
+        "let greedy requests ask for drafted tokens that the target nearly wrote itself "
+        "(`custom_params.relaxed`), which changes what is written; off: such requests get a 400",
+    )
     ssbd_beta: float = _option(
         0.2,
         "SSBD: bias of a re-translation towards the session's last output; 0: none",
