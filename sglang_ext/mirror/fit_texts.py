@@ -66,7 +66,9 @@ def served_texts(datastores: Sequence[Datastore], tokens: int = 4 * ENOUGH) -> l
 def _documents(datastore: Datastore) -> Iterator[list[int]]:
     snapshot = datastore.snapshot()
     for segment in reversed(snapshot.segments):
-        for start in reversed(segment.documents["start"].tolist()):
+        starts = segment.documents["start"]
+        for at in range(len(starts) - 1, -1, -1):  # of which there may be millions
+            start = int(starts[at])
             text = np.asarray(segment.tokens[start : start + LONGEST], np.int64)
             end = np.flatnonzero(text == snapshot.separator)
             yield text[: end[0] if len(end) else len(text)].tolist()
