@@ -8,7 +8,7 @@ from .bigrams import Bigrams
 from .builder import CorpusBuilder
 from .config import DatastoreError, DeletionPending, RetrievalConfig
 from .datastore import DEFAULT_NAMESPACE, Datastore, DatastoreInfo
-from .input_trie import InputTrie
+from .input_trie import InputTrie, SupposedInput
 from .maintenance import check_folder, merge_folders, verify_folder
 from .retrieval import Draft, retrieve
 from .segment import Snapshot
@@ -26,6 +26,7 @@ __all__ = [
     "InputTrie",
     "RetrievalConfig",
     "Snapshot",
+    "SupposedInput",
     "check_folder",
     "merge_folders",
     "retrieve",

@@ -7,6 +7,7 @@ of the trie. The counts are the trie's, at a tenth of its memory and insertion c
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
@@ -15,6 +16,8 @@ from . import columns as col
 from .config import DatastoreError, RetrievalConfig
 
 _MIN_CAPACITY = 256
+# Room behind the tokens for as many more as a supposed continuation may have.
+MOST_SUPPOSED = 128
 _MAX_TOKEN = np.iinfo(np.int32).max
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -70,9 +73,35 @@ class InputTrie:
             self._last_one.fill(0)
             self._last_two.fill(0)
             new = kept
-        if self._size + new.size > self._capacity:
-            self._grow(max(self._size + new.size, 2 * self._capacity))
+        room = min(self._size + new.size + MOST_SUPPOSED, limit)
+        if room > self._capacity:
+            self._grow(max(room, 2 * self._capacity))
         self._append(new)
+
+    def supposing(self, tokens: Sequence[int] | np.ndarray) -> "SupposedInput | None":
+        """This request as if it had gone on with so many tokens; nothing of it changes.
+
+        What is found for it is what would be found after extend(tokens). It holds until the next
+        call of supposing() or extend(), whichever thread makes it: the tokens are written behind
+        those that count, and never become part of them. None: they are more than MOST_SUPPOSED,
+        the older half would be forgotten, or there is no prompt yet.
+        """
+        new = as_token_ids(tokens, _MAX_TOKEN)
+        longest = min(MOST_SUPPOSED, self.config.max_input_tokens - self._size)
+        if new.size > longest or self._prompt is None:
+            return None
+        _suppose(
+            self._tokens,
+            self._same_one,
+            self._same_two,
+            self._last_one,
+            self._last_two,
+            self._size,
+            new,
+        )
+        row = self._row.copy()
+        row[col.SEEN_SIZE] += new.size
+        return SupposedInput(row, self._searched)
 
     def _append(self, new: np.ndarray) -> None:
         _append(
@@ -102,6 +131,14 @@ class InputTrie:
         self._row = np.array([*(array.ctypes.data for array in self._searched), 0, 0], np.int64)
         self._size = 0
         self._append(kept)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SupposedInput:
+    """A request as it might go on, to be searched for as an InputTrie is."""
+
+    _row: np.ndarray
+    _searched: tuple[np.ndarray, ...]
 
 
 def as_token_ids(tokens: Sequence[int] | np.ndarray, largest: int) -> np.ndarray:
@@ -144,6 +181,40 @@ def _append(tokens, same_one, same_two, last_one, last_two, size, new):
                 slot = (slot + 1) & mask
             same_two[position] = last_two[slot] - 1
             last_two[slot] = position + 1
+
+
+@njit(cache=True, nogil=True)
+def _suppose(tokens, same_one, same_two, last_one, last_two, size, new):
+    """As _append, but the hash tables stay as they are: they name the last of the tokens before."""
+    mask = np.int64(last_one.size - 1)
+    for k in range(new.size):
+        position = size + k
+        token = new[k]
+        tokens[position] = token
+        one, two = np.int64(-1), np.int64(-1)
+        for other in range(position - 1, size - 1, -1):
+            if tokens[other] == token:
+                if one < 0:
+                    one = np.int64(other)
+                if other > 0 and tokens[other - 1] == tokens[position - 1]:
+                    two = np.int64(other)
+                    break
+        if one < 0:
+            slot = _slot(np.uint64(token), mask)
+            while last_one[slot] != 0 and tokens[last_one[slot] - 1] != token:
+                slot = (slot + 1) & mask
+            one = np.int64(last_one[slot] - 1)
+        same_one[position] = one
+        if two < 0 and position > 0:
+            before = tokens[position - 1]
+            slot = _slot((np.uint64(before) << np.uint64(32)) | np.uint64(token), mask)
+            while last_two[slot] != 0:
+                other = last_two[slot] - 1
+                if tokens[other] == token and tokens[other - 1] == before:
+                    break
+                slot = (slot + 1) & mask
+            two = np.int64(last_two[slot] - 1)
+        same_two[position] = two
 
 
 @njit(cache=True, nogil=True)

@@ -17,7 +17,7 @@ from . import columns as col
 from .bigrams import Bigrams
 from .config import DatastoreError, RetrievalConfig
 from .draft_tree import SOURCE_BIGRAM, SOURCE_LIVE, SOURCE_PROMPT, SOURCE_SELF_OUTPUT, SOURCE_STATIC
-from .input_trie import InputTrie
+from .input_trie import InputTrie, SupposedInput
 from .kernel import CALL_SIZE, help_forever, run_call
 from .segment import Snapshot
 from .suffix_array import token_dtype, tokens_per_key
@@ -111,7 +111,7 @@ class Drafts(Sequence[Draft]):
 
 
 def retrieve(
-    tries: Sequence[InputTrie],
+    tries: Sequence[InputTrie | SupposedInput],
     snapshots: Snapshot | Sequence[Snapshot | None] | None,
     max_nodes: Sequence[int] | np.ndarray | int,
     config: RetrievalConfig | None = None,
@@ -133,7 +133,7 @@ def retrieve(
     batch = len(tries)
     budgets, width = _budgets(max_nodes, batch)
     drafts = _empty_drafts(batch, width)
-    if width > 0:
+    if batch and width > 0:
         table, least = bigrams or _NO_BIGRAMS, np.array([min_prob], np.float64)
         _fill(drafts, tries, snapshots, budgets, config, least, table, threads)
     return drafts
@@ -151,7 +151,7 @@ def _empty_drafts(batch: int, width: int) -> Drafts:
 
 def _fill(
     drafts: Drafts,
-    tries: Sequence[InputTrie],
+    tries: Sequence[InputTrie | SupposedInput],
     snapshots: Snapshot | Sequence[Snapshot | None] | None,
     budgets: np.ndarray,
     config: RetrievalConfig,

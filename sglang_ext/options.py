@@ -148,6 +148,40 @@ class Options:
         pattern=r"|(?:[2-9]|[1-9]\d)(?:,(?:[2-9]|[1-9]\d))*",
         expected="whole numbers of 2 to 99, comma-separated",
     )
+    mirror_retrieval: bool = _option(
+        False,
+        "SSSD: retrieve drafts for what a step is likely to commit while the second half of its "
+        "pass runs, in another thread; on CPUs alone",
+    )
+    mirror_outcomes: int = _option(
+        8,
+        "SSSD with `--mirror-retrieval`: outcomes of a step that are retrieved for, per request",
+        low=1,
+        high=64,
+    )
+    mirror_exit_layer: int = _option(
+        0, "layers of the target before its early exit; 0: half of them", low=0, high=1024
+    )
+    mirror_kappa: int = _option(
+        8, "next tokens that the early exit names behind each node", low=1, high=64
+    )
+    mirror_lens: str = _option(
+        "auto",
+        "how the early exit reads its state: `auto`, by a fitted lens where that foresees more "
+        "than the LM head by itself; `head`, by the LM head (the paper's); or the file of a lens",
+    )
+    mirror_lens_seconds: float = _option(
+        45.0,
+        "most seconds of a start in which texts are read to fit a lens; what was fitted is kept "
+        "for the next start; 0: none is fitted",
+        low=0.0,
+    )
+    mirror_head_tokens: int = _option(
+        8192,
+        "the early exit asks about so many tokens only, the most frequent ones, which costs less; "
+        "0: all",
+        low=0,
+    )
     draft_model: str = _option(
         "",
         "SpecASR: the draft Whisper, a folder or a name of `sglang-ext models list`; SpecDec: a "

@@ -129,6 +129,7 @@ class SpeculativeWorker(CorpusEndpoints, BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         """Capture those that SGLang has not; the target can be asked from now on."""
         self._runtime.capture_graphs(self.options)
+        self._runtime.open_exit(self.options)
         seconds = self.options.bigram_seconds
         if not seconds or not self._from_rank_0([self.planner.wants_bigrams])[0]:
             return

@@ -11,6 +11,7 @@ SGLANG_EXT_CPU_PREPACK=0 turns this off.
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,16 @@ class PackedWeight:
         else:
             out = product(x2d, self._packed, bias)
         return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def packed_product(
+    weight: torch.Tensor, bias: torch.Tensor | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """x [T, K] -> x @ weight.T + bias, [T, N], packed once where this CPU has that."""
+    packed = PackedWeight(weight) if can_pack(weight) else None
+    if packed is None:
+        return lambda x: F.linear(x, weight, bias)
+    return lambda x: packed.linear(x, bias)
 
 
 class PackedLinearMethod(UnquantizedLinearMethod):

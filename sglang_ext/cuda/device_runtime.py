@@ -1,5 +1,6 @@
 """Steps of a target on a device: widths with captured graphs, and all is learned one step late."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
     from sglang_ext.step.planner import DraftPlanner
     from sglang_ext.step.request_table import RunningRequest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,11 @@ class DeviceRuntime(StepRuntime):
         """Capture a graph set for each width; steps have these widths from now on."""
         self._graphs = WidthGraphs(self._runner, options)
         self._planner.use_widths(self._graphs.widths, self._graphs.padded_batch)
+
+    def open_exit(self, options: Options) -> None:
+        """None is opened: passes run in captured graphs, which call no hook of a layer."""
+        if self._planner.uses_early_exit:
+            logger.warning("sglang-ext early exit: none, passes on a device run in CUDA graphs")
 
     def begin(self, batch: "ScheduleBatch") -> None:
         """Keep the scheduler's tensors from being used again before this stream has read them."""

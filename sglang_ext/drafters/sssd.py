@@ -5,7 +5,7 @@ that brings a prediction (docs/prediction.md) is drafted from that first.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,24 @@ import numpy as np
 from datastores import (
     Bigrams,
     Datastore,
+    Draft,
     InputTrie,
     RetrievalConfig,
+    Snapshot,
+    SupposedInput,
     retrieve,
     warm_up,
 )
 from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest
 from sglang_ext.drafters.predicted_text import PredictedText, tokens_of
+from sglang_ext.mirror.exit_view import ExitView
+from sglang_ext.mirror.mirrored_retrieval import (
+    NOTHING,
+    Mirrored,
+    MirroredRetrieval,
+    Prepared,
+    tree_of,
+)
 from sglang_ext.tree import TokenTree, merged
 
 logger = logging.getLogger(__name__)
@@ -28,6 +39,8 @@ logger = logging.getLogger(__name__)
 # The last prompt tokens go into the datastore with the output, so that its first tokens can be
 # retrieved too.
 PROMPT_TAIL = 16
+# Trees that are remembered of steps whose early exit nobody told of.
+_MOST_PROPOSED = 1024
 
 
 @dataclass
@@ -52,6 +65,13 @@ class RetrievalDrafter(Drafter):
         self._datastore = open_datastore(context)
         self._bigrams: Bigrams | None = None
         warm_up(context.vocab_size)
+        self._mirror: MirroredRetrieval | None = None
+        if options.mirror_retrieval:
+            self._mirror = MirroredRetrieval(self._retrieve_ahead, options.mirror_outcomes)
+        # Since the last early exit, by request.
+        self._proposed: dict[str, TokenTree] = {}
+        self._max_nodes = 0
+        self._hits = self._misses = 0
         logger.info(
             "SSSD datastore: %d tokens%s%s, live ingest %s",
             self.datastore.num_tokens,
@@ -95,6 +115,8 @@ class RetrievalDrafter(Drafter):
             found = self._retrieve([requests[i] for i in rows], max_nodes)
             for i, tree in zip(rows, found, strict=True):
                 trees[i] = merged([trees[i], tree], max_nodes) if len(trees[i]) else tree
+        if self._mirror is not None:
+            self._note_proposed(requests, trees, max_nodes)
         return trees
 
     @staticmethod
@@ -111,20 +133,96 @@ class RetrievalDrafter(Drafter):
         return predicted is not None and predicted.agrees
 
     def _retrieve(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
+        prepared = self._prepared(requests)
         for request in requests:
             # Here and not in `observe`: one call for the tokens of several plain steps.
             trie = request.state.trie
             trie.extend(request.output[len(trie) - len(request.prompt) :])
-        read = {_reads(r) for r in requests if r.options.datastore}
-        snapshots = {what: self.datastore.snapshot(*what) for what in read}
+        snapshots = self._snapshots(requests)
+        trees = [
+            prepared.tree(r.rid, r.state.trie, r.output, snapshot)
+            for r, snapshot in zip(requests, snapshots, strict=True)
+        ]
+        missing = [i for i, tree in enumerate(trees) if tree is None]
+        self._hits += len(requests) - len(missing)
+        self._misses += len(missing)
         drafts = retrieve(
-            [r.state.trie for r in requests],
-            [snapshots[_reads(r)] if r.options.datastore else None for r in requests],
+            [requests[i].state.trie for i in missing],
+            [snapshots[i] for i in missing],
             max_nodes,
             self.config,
             bigrams=self._bigrams,
         )
-        return [TokenTree(d.tokens.astype(np.int64), d.parents, d.probs, d.sources) for d in drafts]
+        fresh = dict(zip(missing, map(tree_of, drafts), strict=True))
+        return [fresh[i] if tree is None else tree for i, tree in enumerate(trees)]
+
+    def _note_proposed(
+        self, requests: Sequence[DraftRequest], trees: Sequence[TokenTree], most: int
+    ) -> None:
+        self._max_nodes = most
+        if len(self._proposed) > _MOST_PROPOSED:
+            self._proposed.clear()
+        self._proposed.update((r.rid, tree) for r, tree in zip(requests, trees, strict=True))
+
+    def early_exit(self, requests: Sequence[DraftRequest], view: ExitView) -> None:
+        """Begin to retrieve for the likely outcomes of a step that was drafted for."""
+        if self._mirror is None:
+            return
+        snapshots = self._snapshots(requests)
+        proposed, self._proposed = self._proposed, {}
+        # In a plain step without a look what was seen lags behind: there the next look retrieves.
+        # So it does where a prediction holds, and nothing is retrieved.
+        current = {
+            row: Mirrored(r.rid, r.state.trie, len(r.output), snapshots[row], proposed.get(r.rid))
+            for row, r in enumerate(requests)
+            if r.state is not None and len(r.state.trie) == len(r.prompt) + len(r.output)
+        }
+        self._mirror.begin(view, current, self._max_nodes)
+
+    @property
+    def uses_early_exit(self) -> bool:
+        """Whether drafts are retrieved ahead."""
+        return self._mirror is not None
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Drafts that were retrieved ahead when they were asked for, and those that were not."""
+        if self._mirror is None:
+            return {}
+        return {
+            "mirror_hits": self._hits,
+            "mirror_misses": self._misses,
+            "mirror_prepared": self._mirror.prepared,
+        }
+
+    def _snapshots(self, requests: Sequence[DraftRequest]) -> list[Snapshot | None]:
+        """What each request may read now."""
+        read = {_reads(r) for r in requests if r.options.datastore}
+        snapshots = {what: self.datastore.snapshot(*what) for what in read}
+        return [snapshots[_reads(r)] if r.options.datastore else None for r in requests]
+
+    def _prepared(self, requests: Sequence[DraftRequest]) -> Prepared:
+        """What was retrieved ahead; the requests may be extended then."""
+        if self._mirror is None:
+            return NOTHING
+        try:
+            return self._mirror.take()
+        except TimeoutError as error:
+            logger.error("%s: from now on drafts are retrieved when they are needed", error)
+            # Its thread may still read what these requests have seen.
+            self.prepare(requests)
+            return NOTHING
+
+    def _retrieve_ahead(
+        self,
+        supposed: Sequence[SupposedInput],
+        snapshots: Sequence[Snapshot | None],
+        max_nodes: int,
+    ) -> Sequence[Draft]:
+        """Retrieval in another thread, which leaves the other cores to the target."""
+        return retrieve(
+            supposed, snapshots, max_nodes, self.config, bigrams=self._bigrams, threads=1
+        )
 
     def finish(self, request: DraftRequest, completed: bool) -> None:
         """Let the finished output join its namespace, under the name it can be deleted by."""

@@ -236,6 +236,18 @@ INSTANCES = (
         _WHISPER + ".decoder", How.TORCH, "whisper/encoder_decoder",
         "the decoder's share of a prefill's time",
     ),
+    *(
+        Point(
+            f"{_SRT}models.{name}DecoderLayer.forward", How.TORCH, "mirror/target_parts",
+            "the state at the early exit; other models alike, where their layers have it",
+            takes="*, capture_output",
+        )
+        for name in ("llama.Llama", "qwen2.Qwen2")
+    ),
+    Point(
+        _SRT + "models.llama.LlamaModel.norm", How.TORCH, "mirror/target_parts",
+        "the final states that a lens is fitted to; other models' final norms alike",
+    ),
     Point(
         _RUNNER + "sampler", How.TORCH, "step/logits_guard", "logits that cannot be sampled"
     ),

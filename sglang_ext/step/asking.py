@@ -33,6 +33,7 @@ class AskedDrafter:
         observes: it has `observe`.
         learns: it has `verified`.
         biases: it has `bias`.
+        uses_exit: it is to be told of early exits, by `early_exit`.
     """
 
     def __init__(self, name: str, drafter: Drafter) -> None:
@@ -42,6 +43,7 @@ class AskedDrafter:
         self.prepares = prefills or overrides(drafter, Drafter.prepare)
         self.drafts_in_prefill = overrides(drafter, Drafter.prefill_draft)
         self.biases = overrides(drafter, Drafter.bias)
+        self.uses_exit = drafter.uses_early_exit
         self.reads_prompts = prefills or self.drafts_in_prefill or self.biases
         self.observes = overrides(drafter, Drafter.observe)
         self.learns = overrides(drafter, Drafter.verified)

@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from sglang_ext.cpu.heap_trim import HeapTrim
+from sglang_ext.cpu.linear import packed_product
+from sglang_ext.mirror.early_exit import open_exit
 from sglang_ext.options import Options
+from sglang_ext.step.exit_views import ExitViews
 from sglang_ext.step.host_prefill import HostPrefill
 from sglang_ext.step.logits_guard import LogitsGuard
 from sglang_ext.step.ragged import (
@@ -47,7 +50,9 @@ class HostRuntime(StepRuntime):
     on_host: ClassVar[bool] = True
 
     def __init__(self, target: "TpModelWorker", planner: "DraftPlanner", drafts: bool) -> None:
+        self._target = target
         self._runner = target.model_runner
+        self._exits: ExitViews | None = None
         self._planner = planner
         self._guard = LogitsGuard(self._runner.sampler)
         self._heap = HeapTrim()
@@ -62,6 +67,13 @@ class HostRuntime(StepRuntime):
 
     def capture_graphs(self, options: Options) -> None:
         """Nothing to do: there are no graphs."""
+
+    def open_exit(self, options: Options) -> None:
+        """Open it where a drafter uses it and the target can have one."""
+        if not self._planner.uses_early_exit:
+            return
+        made = open_exit(self._target, options, self._planner.datastores, packed_product)
+        self._exits = None if made is None else ExitViews(made)
 
     def begin(self, batch: "ScheduleBatch") -> None:
         """Look at this batch's logits from now on, and give free heap back now and then."""
@@ -96,9 +108,11 @@ class HostRuntime(StepRuntime):
 
     @contextmanager
     def passing(self, step: Step, read: float) -> Iterator[None]:
-        """Time the pass from `step.started` on."""
+        """Time the pass from `step.started` on, and have drafters told of its early exit."""
         tokens = len(step.batch.input_ids)
-        yield
+        exits, ragged = self._exits, self._ragged and step.width > 1
+        with nullcontext() if exits is None else exits.watching(step, ragged):
+            yield
         seconds = time.perf_counter() - step.started
         self._planner.note_step(tokens, seconds, read, step.width > 1)
 

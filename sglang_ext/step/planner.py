@@ -72,7 +72,7 @@ class DraftPlanner:
         self.drafters = drafters
         self._asked = {name: AskedDrafter(name, drafter) for name, drafter in drafters.items()}
         self._biasing = any(drafter.biases for drafter in self._asked.values())
-        self._datastores = [d.datastore for d in drafters.values() if d.datastore is not None]
+        self.datastores = [d.datastore for d in drafters.values() if d.datastore is not None]
         self.requests = RequestTable(
             self._asked,
             context.options.loaded_drafters(),
@@ -85,6 +85,11 @@ class DraftPlanner:
     def wants_bigrams(self) -> bool:
         """Whether a drafter has `take_bigrams`."""
         return any(overrides(drafter, Drafter.take_bigrams) for drafter in self.drafters.values())
+
+    @property
+    def uses_early_exit(self) -> bool:
+        """Whether a drafter is to be told of early exits."""
+        return any(drafter.uses_exit for drafter in self._asked.values())
 
     def take_bigrams(self, bigrams: "Bigrams") -> None:
         """Give the drafters the target's likeliest next tokens by token."""
@@ -432,7 +437,7 @@ class DraftPlanner:
         if self.metrics.gauges_due():
             if self.knee is not None:
                 self.metrics.set_budget(self.knee, len(running))
-            for datastore in self._datastores:
+            for datastore in self.datastores:
                 self.metrics.set_datastore(datastore.info())
 
 

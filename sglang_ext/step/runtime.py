@@ -48,6 +48,14 @@ class StepRuntime(ABC):
     def capture_graphs(self, options: Options) -> None:
         """Capture those that SGLang has not."""
 
+    @abstractmethod
+    def open_exit(self, options: Options) -> None:
+        """Look into passes from now on, where drafters are to be told of them.
+
+        Raises:
+            ExitError: the options name a layer or a file that cannot be used.
+        """
+
     # In a step
 
     @abstractmethod

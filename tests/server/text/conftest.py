@@ -72,10 +72,14 @@ def block_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def sssd_server(installed_drafter: Path, block_drafter: Path) -> Iterator[Server]:
-    """SSSD that verifies every draft it has, with random trees and our example at hand."""
+    """SSSD that verifies every draft it has, with random trees and our example at hand.
+
+    Its drafts are retrieved while passes run, where they can be.
+    """
     flags = ["--speculative-algorithm", "SSSD", "--budget", "fixed", "--drafter", "sssd"]
     flags += ["--drafters", "random,ssbd,my_drafter,specdec", "--draft-model", str(block_drafter)]
     flags += ["--speculative-num-draft-tokens", "16"]  # the default without a draft model
+    flags += ["--mirror-retrieval", "1", "--mirror-lens-seconds", "6"]
     server = Server(MODEL, [*flags, *CHUNK, "--enable-metrics"], name="sssd")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(installed_drafter), prepend=os.pathsep)

@@ -240,3 +240,18 @@ def test_a_stop_string_behind_the_end_of_an_answer_is_not_looked_for(
         assert plain["output_ids"] == ids[: end + 1]
         assert ours["output_ids"] == plain["output_ids"]
         assert ours["meta_info"]["finish_reason"] == plain["meta_info"]["finish_reason"]
+
+
+def test_drafts_were_ready_when_their_passes_ended(plain_server, sssd_server, prompts):
+    """Those of the likely outcomes, retrieved in the second half of a pass (mirror/)."""
+
+    def counted(name: str) -> float:
+        text = HTTP.get(sssd_server.base_url + "/metrics", timeout=30).text
+        found = re.findall(rf'^sglang_ext:drafter\{{.*name="{name}".*\}} (\S+)$', text, re.M)
+        return sum(map(float, found))
+
+    hits, prepared = counted("mirror_hits"), counted("mirror_prepared")
+    jobs = [(prompt, {"ignore_eos": True}) for prompt in prompts[:4]]
+    expected, got = answers(plain_server, jobs), answers(sssd_server, jobs)
+    assert [a["output_ids"] for a in got] == [a["output_ids"] for a in expected]
+    assert counted("mirror_hits") > hits and counted("mirror_prepared") > prepared

@@ -128,3 +128,42 @@ def test_tokens_are_read_only() -> None:
     trie.extend([1, 2])
     with pytest.raises(ValueError, match="read-only"):
         trie.tokens[0] = 9
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, 3), min_size=1, max_size=60),
+    suppositions=st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=3),
+    longest=st.integers(1, 6),
+)
+def test_what_is_supposed_is_found_as_if_it_had_been_seen_and_changes_nothing(
+    tokens: list[int], suppositions: list[list[int]], longest: int
+) -> None:
+    trie = InputTrie()
+    trie.extend(tokens)
+    for supposed in suppositions:
+        seen = InputTrie()
+        seen.extend(tokens)
+        seen.extend(supposed)
+        made = trie.supposing(supposed)
+        assert made is not None
+        for columns in (made._row[3:], seen._row[3:]):  # sizes; the rest are addresses
+            assert columns.tolist() == [len(tokens) + len(supposed), len(tokens)]
+        size = len(seen)
+        for array in ("_tokens", "_same_one", "_same_two"):
+            found, wanted = getattr(trie, array)[:size], getattr(seen, array)[:size]
+            np.testing.assert_array_equal(found, wanted, array)
+    assert trie.tokens.tolist() == tokens and len(trie) == len(tokens)
+    trie.extend([1, 2])  # what was supposed leaves no trace
+    assert occurrences(trie, longest) == naive_occurrences([*tokens, 1, 2], longest)
+
+
+def test_what_cannot_be_supposed_is_refused() -> None:
+    trie = InputTrie(RetrievalConfig(max_input_tokens=300))
+    assert trie.supposing([1]) is None  # there is no prompt
+    trie.extend([1] * 290)
+    assert trie.supposing([2] * 10) is not None
+    assert trie.supposing([2] * 11) is None  # the older half would go
+    roomy = InputTrie()
+    roomy.extend([1] * 200)
+    assert roomy.supposing([2] * 128) is not None and roomy.supposing([2] * 129) is None

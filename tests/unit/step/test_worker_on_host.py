@@ -1,6 +1,7 @@
 """Steps of the worker on the host: what SGLang gets, what the KV pool holds, and who is told."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang_ext.cpu.attention import TreeAttentionBackend
 from sglang_ext.drafters import Drafter
 from sglang_ext.options import Options
-from sglang_ext.step import planner, planner_setup, verify_batch
+from sglang_ext.step import host_runtime, planner, planner_setup, verify_batch
+from sglang_ext.step.exit_views import ExitViews
 from sglang_ext.step.known_tokens import KnownTokens
 from sglang_ext.tree import TokenTree
 from sglang_ext.worker import SpeculativeWorker
@@ -422,3 +424,44 @@ def test_a_flush_forgets_what_runs(serving):
     serving.drafter.told.clear()
     assert serving.decode(a) == [[8]]
     assert serving.drafter.told == [("start", "a", [6, 7])]
+
+
+class RowsSaid:
+    """An early exit whose candidate behind each node is the token that the target will say."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    @contextmanager
+    def watching(self, rows, total, told):
+        yield
+        _, tokens = self._target.ran[-1]
+        assert total == len(tokens)
+        said = np.array(tokens)[rows] + 1
+        told(said[:, None].astype(np.int32), np.zeros((len(said), 1), np.float32))
+
+
+def test_drafters_are_told_of_early_exits_in_verify_and_plain_passes(serving):
+    views = []
+    serving.drafter.early_exit = lambda requests, view: views.append(view)
+    serving.worker.planner._asked["scripted"].uses_exit = True
+    serving.worker._runtime._exits = ExitViews(RowsSaid(serving.target))
+    a, b = serving.request("a", [6]), serving.request("b", [20])
+    serving.drafter.trees = {"a": BRANCHES}
+    assert serving.decode(a, b) == [[7, 8, 9], [21]]
+    serving.decode(a, b)
+    assert views[0].tokens.tolist() == [[6, 40, 7, 41, 8], [20, 0, 0, 0, 0]]
+    assert views[0].candidates[0, :, 0].tolist() == [7, 41, 8, 42, 9]
+    assert views[0].candidates[1, 0, 0] == 21 and views[0].counts.tolist() == [5, 1]
+    assert views[1].tokens.tolist() == [[9], [21]]
+    assert views[1].candidates[:, 0, 0].tolist() == [10, 22]
+
+
+def test_an_exit_is_opened_where_a_drafter_uses_it_alone(serving, monkeypatch):
+    opened = []
+    monkeypatch.setattr(host_runtime, "open_exit", lambda *args: opened.append(args))
+    serving.worker._runtime.open_exit(Options())
+    assert opened == [] and serving.worker._runtime._exits is None
+    serving.worker.planner._asked["scripted"].uses_exit = True
+    serving.worker._runtime.open_exit(Options())
+    assert len(opened) == 1 and serving.worker._runtime._exits is None  # the target has none
