@@ -10,7 +10,7 @@
 | READY | executor | - | - | positions | - | vocabulary | - |
 | NODES | executor | - | - | - | - | nodes | NODE[count] |
 | DONE | executor | - | - | of the text | the ask's | - | - |
-| UNKNOWN | executor | - | - | tokens held | - | - | - |
+| UNKNOWN | executor | - | - | tokens held | 1: for ever | - | - |
 | TOTALS | executor | - | - | - | - | - | float64[len(TOTAL_NAMES)] |
 
 `request` is a number that the drafter gives each request; TEXT with `first` 0 begins one anew.
