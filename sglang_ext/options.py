@@ -14,6 +14,7 @@ ENV_PREFIX = "SGLANG_EXT_"
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _HEADER_NAME = r"[A-Za-z0-9-]*"
+_DRAFT_DEVICE = r"cpu(?::\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)?|cuda(?::\d+)?"
 
 
 class OptionError(ValueError):
@@ -145,7 +146,9 @@ class Options:
         expected="whole numbers of 2 to 99, comma-separated",
     )
     draft_model: str = _option(
-        "", "SpecASR: the draft Whisper, a folder or a name of `sglang-ext models list`"
+        "",
+        "SpecASR: the draft Whisper, Mirror: the draft language model; a folder or a name of "
+        "`sglang-ext models list`",
     )
     specasr_mode: str = _option(
         "tsp",
@@ -164,6 +167,35 @@ class Options:
         "SpecASR: a drafted sequence ends where the top token's probability falls below this",
         low=0.0,
         high=1.0,
+    )
+    mirror_device: str = _option(
+        "cpu",
+        "Mirror: where the draft model runs: `cpu`, `cpu:` and cores as `1` or `2-3,6`, or "
+        "`cuda:N`",
+        pattern=_DRAFT_DEVICE,
+        expected="cpu, cpu:1, cpu:2-3,6 or cuda:0",
+    )
+    mirror_weights: str = _option(
+        "auto",
+        "Mirror: the draft model's weights: `fp32`, `bf16`, `int8` or `int4`; `auto`: `int4` on a "
+        "CPU, `bf16` on a GPU",
+        choices=("auto", "fp32", "bf16", "int8", "int4"),
+    )
+    mirror_window: int = _option(
+        7, "Mirror: most tokens that the draft model drafts for a step (gamma)", low=1, high=32
+    )
+    mirror_cache_mb: int = _option(
+        1024, "Mirror: keys and values of the draft model, in MiB", low=16, high=1 << 20
+    )
+    mirror_draft_retrieval: bool = _option(
+        True,
+        "Mirror: the request's own text drafts for the draft model, which so gives several tokens "
+        "in a pass",
+    )
+    mirror_exit: bool = _option(
+        True,
+        "Mirror: draft for what the target's early exit foresees while it verifies; 0: ordinary "
+        "speculative decoding, each step waits for its draft",
     )
     ssbd_beta: float = _option(
         0.2,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from datastores import Bigrams, Datastore
+    from sglang_ext.mirror.exit_view import ExitView
 
 ENTRY_POINT_GROUP = "sglang_ext.drafters"
 
@@ -184,6 +185,24 @@ class Drafter(ABC):
             predicted: the target's token after the root, then after each node of `tree`, those
                 behind a rejected node included.
         """
+
+    def early_exit(self, requests: Sequence[DraftRequest], view: "ExitView") -> None:
+        """Take what the target's early exit says of these requests, in the middle of a pass.
+
+        The pass waits: hand the work to another thread or process and return within a fraction of
+        a millisecond. `propose` may follow in the next step, and may wait for that work.
+
+        Args:
+            view: its rows are the requests', in their order.
+        """
+
+    @property
+    def uses_early_exit(self) -> bool:
+        """Whether `early_exit` is to be called; by default where the class has it.
+
+        The early exit is computed only where a drafter of the server uses it.
+        """
+        return overrides(self, Drafter.early_exit)
 
     def bias(self, request: DraftRequest) -> Bias | None:
         """Say what the request's next tokens are biased to; None: nothing.

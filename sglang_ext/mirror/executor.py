@@ -53,6 +53,8 @@ class Executor:
         self._model = model
         self._most_bytes = int(cache_mb * _MIB)
         self._rollouts = Rollouts(model, measured_costs(model), window, guesses)
+        if guesses:  # compiled, or loaded from numba's cache, before anybody waits for it
+            DraftText([0, 0], model.new_cache()).guess(0, 1)
         # By the drafter's number; the one that was used last stands at the end.
         self._texts: OrderedDict[int, DraftText] = OrderedDict()
         self._views: dict[int, list[npt.NDArray[np.void]]] = {}

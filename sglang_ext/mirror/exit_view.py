@@ -1,4 +1,4 @@
-"""What a target's early exit tells drafters in the middle of its pass."""
+"""What drafters are told in the middle of a pass."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class ExitView:
-    """What the target's early exit says of the nodes being verified, in the middle of its pass.
+    """What the target's early exit says of the nodes that it verifies, in the middle of its pass.
 
     Attributes:
         rids: the requests, in the order of the rows below.

@@ -61,24 +61,38 @@ def rows_that_pay(probs: Sequence[float], cost: Callable[[int], float], most_s: 
     return best
 
 
-def tokens_that_pay(alpha: float, token_s: float, step_s: float, most: int, ready: int = 0) -> int:
-    """How long a chain to wait for: the length that commits most tokens a second.
+def tokens_of(alpha: float, length: int) -> float:
+    """Tokens that a step commits of a chain of `length`, the bonus included, in the mean.
 
     Args:
-        alpha: how likely a drafted token is right once those before it are.
-        token_s: seconds that drafting a token takes.
-        step_s: seconds that the target's pass takes.
-        most: longest chain.
-        ready: tokens that are drafted already, which cost no wait.
+        alpha: how likely a drafted token is right once those before it are; below 1.
     """
-    best, best_rate, tokens = ready, 0.0, 1.0
-    for length in range(most + 1):
-        if length >= ready:
-            rate = tokens / (step_s + token_s * (length - ready))
-            if rate > best_rate * (1 + 1e-9):
-                best, best_rate = length, rate
-        tokens += alpha ** (length + 1)
-    return best
+    return (1.0 - alpha ** (length + 1)) / (1.0 - alpha)
+
+
+def length_that_pays(
+    alpha: float, token_s: float, step_s: float, ready: Sequence[int], most: int
+) -> tuple[int, float]:
+    """How long the chains of a batch should be, so that it commits most tokens a second.
+
+    Args:
+        alpha: as in `tokens_of`.
+        token_s: seconds of waiting for another token of every chain.
+        step_s: seconds that the target's pass takes.
+        ready: tokens that are drafted already, by request; they cost no wait.
+        most: longest chain.
+
+    Returns:
+        the length, 0 where no wait pays; and the seconds beyond which waiting for it is a loss.
+    """
+    plain = sum(tokens_of(alpha, n) for n in ready)
+    best, best_rate, most_s = 0, plain / step_s, 0.0
+    for length in range(min(ready) + 1, most + 1):
+        tokens = sum(tokens_of(alpha, max(n, length)) for n in ready)
+        rate = tokens / (step_s + token_s * (length - min(ready)))
+        if rate > best_rate:
+            best, best_rate, most_s = length, rate, step_s * (tokens / plain - 1.0)
+    return best, most_s
 
 
 def kappa_for(batch: int) -> int:

@@ -18,7 +18,8 @@ from sglang_ext.mirror.payoff import RowCosts, rows_that_pay
 # Rows of text that a pass reads at most: what is asked meanwhile waits for the pass.
 CHUNK = 64
 _MOST_ROWS = 32
-_LEAST_BELIEF = 1e-6
+# What is less likely is not followed: drafting may share its cores with others.
+_LEAST_BELIEF = 0.002
 # Nodes for which the text itself is searched in a pass, and what is taken of it.
 _GUESSED_FOR = 4
 _GUESSES = 6

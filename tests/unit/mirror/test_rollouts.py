@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.mirror import lm_loading, messages, text_keys
+from sglang_ext.mirror import lm_loading, messages, rollouts, text_keys
 from sglang_ext.mirror.channel import Channel
 from sglang_ext.mirror.executor import Executor
 from sglang_ext.mirror.messages import Kind
@@ -16,6 +16,12 @@ from tests.unit.mirror.tiny_lms import VOCAB, Reference, write_lm
 
 WINDOW = 4
 PROMPT = [5, 17, 99, 3, 42, 8, 8, 61, 150, 2]
+
+
+@pytest.fixture(autouse=True)
+def follow_everything(monkeypatch):
+    # A random model is sure of nothing.
+    monkeypatch.setattr(rollouts, "_LEAST_BELIEF", 0.0)
 
 
 @pytest.fixture(scope="module")
