@@ -24,6 +24,7 @@ PAGES = {
     "datastore_shared": "docs/disaggregation.md",
     "bigram_seconds": "docs/bigrams.md",
     "budget_knee": "docs/budget.md",
+    "mirror_retrieval": "docs/mirror.md",
     "cuda_widths": "docs/cuda.md",
     "draft_model": "docs/specasr.md",
     "ssbd_beta": "docs/ssbd.md",
@@ -78,8 +79,20 @@ _of_security = _begins(
     "grammar_",
     "websocket_",
 )
+# Of these the first alone stands in README.
+_of_mirror = _begins("mirror_")
 TABLES = {
-    "serve": Table("README.md", lambda n: not (_of_transcription(n) or _of_security(n))),
+    "serve": Table(
+        "README.md",
+        lambda n: (
+            not (
+                _of_transcription(n)
+                or _of_security(n)
+                or (_of_mirror(n) and n != "mirror_retrieval")
+            )
+        ),
+    ),
+    "mirror": Table("docs/mirror.md", _of_mirror),
     "ssbd": Table("docs/ssbd.md", _begins("ssbd_")),
     "transcription": Table("docs/transcription.md", _of_transcription),
     "translation": Table("docs/translation.md", _begins("translation_", "namespace_share")),

@@ -16,6 +16,8 @@ ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
+# Of transformers' rotary embeddings, those that do not change with the text's length.
+_ROPES = ("linear", "llama3", "yarn")
 # Matrices that are timed together: too many to stay in a cache.
 _MEASURED_LAYERS = 8
 
@@ -83,7 +85,6 @@ class _Tensors:
 
 def _model(tensors: _Tensors, folder: Path, kind: str, device: str) -> CausalLM:
     from transformers import AutoConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = AutoConfig.from_pretrained(folder)
     heads = config.num_attention_heads
@@ -101,7 +102,7 @@ def _model(tensors: _Tensors, folder: Path, kind: str, device: str) -> CausalLM:
     embedding = tensors["model.embed_tokens.weight"]
     tied = config.tie_word_embeddings or "lm_head.weight" not in tensors
     head = made(embedding if tied else tensors["lm_head.weight"], kind, device)
-    rotary = LlamaRotaryEmbedding(config)
+    inv_freq, rope_scale = _rotary(config, shape.head_dim)
     measure_rows([layer.gate_up for layer in layers[:_MEASURED_LAYERS]], config.hidden_size)
     wide = kind == "fp32"
     return CausalLM(
@@ -110,11 +111,25 @@ def _model(tensors: _Tensors, folder: Path, kind: str, device: str) -> CausalLM:
         layers,
         tensors["model.norm.weight"].to(device),
         head,
-        rotary.inv_freq.float().to(device),
-        float(rotary.attention_scaling),
+        inv_freq.to(device),
+        rope_scale,
         # A CPU without bfloat16 units computes float32 faster; a GPU the other way round.
         torch.float32 if wide or on_cpu else torch.bfloat16,
     )
+
+
+def _rotary(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
+    """The rotary embedding's frequencies, float32[head_dim / 2], and its scale."""
+    kind = config.rope_parameters["rope_type"]
+    if kind == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if kind not in _ROPES:
+        raise DraftModelError(f"the model has {kind} rotary embeddings, which this drafter lacks")
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    return inv_freq.float(), float(scale)
 
 
 def _layer(tensors: _Tensors, prefix: str, kind: str, device: str) -> Layer:

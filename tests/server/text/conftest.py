@@ -42,7 +42,8 @@ def installed_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sssd_server(installed_drafter: Path) -> Iterator[Server]:
     """SSSD that verifies every draft it has, with random trees and our example at hand."""
     flags = ["--speculative-algorithm", "SSSD", "--budget", "fixed"]
-    flags += ["--drafters", "random,ssbd,my_drafter"]
+    flags += ["--drafter", "sssd", "--drafters", "random,ssbd,my_drafter,mirror"]
+    flags += ["--draft-model", MODEL]  # its own draft: what it drafts is nearly always right
     server = Server(MODEL, [*flags, *CHUNK, "--enable-metrics"], name="sssd")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(installed_drafter), prepend=os.pathsep)

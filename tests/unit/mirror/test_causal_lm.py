@@ -14,9 +14,17 @@ from tests.unit.mirror.tiny_lms import VOCAB, Reference, write_lm
 TEXT = [5, 17, 99, 3, 42, 8, 8, 61, 150, 2]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+KINDS = {"llama": {}, "llama 3": {"rope_parameters": LLAMA3}, "qwen2": {}, "qwen3": {}}
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def pair(request, tmp_path_factory) -> tuple[CausalLM, Reference]:
-    folder = write_lm(tmp_path_factory.mktemp(request.param), request.param)
+    kind = request.param.split()[0]
+    folder = write_lm(tmp_path_factory.mktemp("lm"), kind, **KINDS[request.param])
     return lm_loading.load(folder, "fp32"), Reference(folder)
 
 
