@@ -24,7 +24,6 @@ PAGES = {
     "datastore_shared": "docs/disaggregation.md",
     "bigram_seconds": "docs/bigrams.md",
     "budget_knee": "docs/budget.md",
-    "mirror_retrieval": "docs/mirror.md",
     "cuda_widths": "docs/cuda.md",
     "draft_model": "docs/specasr.md",
     "ssbd_beta": "docs/ssbd.md",

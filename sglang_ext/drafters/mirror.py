@@ -72,6 +72,7 @@ class MirrorDrafter(Drafter):
         self._token_s: float | None = None
         self._proposed_at: float | None = None
         self._unpaid = 0
+        self._wait_s, self._missing = 0.0, 1
         self._executor: dict[str, float] = {}
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
 
@@ -112,6 +113,9 @@ class MirrorDrafter(Drafter):
     def observe(self, request: DraftRequest, tokens: Sequence[int]) -> None:
         """Tell the executor what was committed, and learn how good its draft was."""
         self._note_step()
+        connection = self._client.connection
+        if connection is not None:
+            self._hear(connection)  # in steps without a look too: its answers are not to pile up
         text: MirroredText = request.state
         right, wrong = text.agreed(tokens)
         for outcome in [1.0] * right + [0.0] * wrong:
@@ -161,8 +165,8 @@ class MirrorDrafter(Drafter):
             for request in requests:
                 self._tell(request)
             self._count(texts)
-            if self._ask(connection, texts, most):
-                self._wait(connection, texts)
+            if asked := self._ask(connection, texts, most):
+                self._wait(connection, asked)
         trees = [self._tree(text, most) for text in texts]
         self._counters["plain"] += sum(not len(tree) for tree in trees)
         self._proposed_at = time.perf_counter()
@@ -183,15 +187,17 @@ class MirrorDrafter(Drafter):
             self._counters["hits" if hit else "fallbacks"] += 1
             text.viewed = False
 
-    def _ask(self, connection: Connection, texts: Sequence[MirroredText], most: int) -> bool:
-        """Ask for the chains that are worth a wait; False where none is.
+    def _ask(
+        self, connection: Connection, texts: Sequence[MirroredText], most: int
+    ) -> list[MirroredText]:
+        """Ask for the chains that are worth a wait, and say whose.
 
-        `self._waits` is set to the seconds beyond which it is a loss, and the tokens missing.
+        `_wait_s` is set to the seconds beyond which it is a loss, `_missing` to the tokens missing.
         """
         able = [text for text in texts if text.follows and not text.ask]
         ready = [len(text.chain(most)[0]) for text in able]
         if not able or min(ready) >= most:
-            return False
+            return []
         length, self._wait_s = most, _FIRST_WAIT_S
         if self._step_s is not None and self._token_s is not None:
             others = [len(text.chain(most)[0]) for text in texts if text not in able]
@@ -201,25 +207,25 @@ class MirrorDrafter(Drafter):
             if not length:
                 self._unpaid += 1
                 if self._unpaid % _TRY_EVERY:
-                    return False
+                    return []
                 length, self._wait_s = min(2, most), self._step_s
+        asked = [text for text, held in zip(able, ready, strict=True) if held < length]
         records, now = [], time.perf_counter()
-        for text, held in zip(able, ready, strict=True):
-            if held < length:
-                text.ask, text.asked_at = next(self._asks) & 0x7FFFFFFF, now
-                numbers = (0, 0, text.length, text.ask, length, now)
-                records.append(Record(Kind.ASK, text.number, *numbers))
+        for text in asked:
+            text.ask, text.asked_at = next(self._asks) & 0x7FFFFFFF, now
+            numbers = (0, 0, text.length, text.ask, length, now)
+            records.append(Record(Kind.ASK, text.number, *numbers))
         self._missing = max(length - min(ready), 1)
-        return bool(records) and self._send(connection, records)
+        if self._send(connection, records):
+            return asked
+        for text in asked:  # those that were sent are answered to nobody
+            text.ask = 0
+        return []
 
-    _wait_s = 0.0
-    _missing = 1
-
-    def _wait(self, connection: Connection, texts: Sequence[MirroredText]) -> None:
+    def _wait(self, connection: Connection, asked: Sequence[MirroredText]) -> None:
         """Wait for what was asked, no longer than it can pay."""
         begun = time.perf_counter()
         end = begun + min(self._wait_s, _MOST_WAIT_S)
-        asked = [text for text in texts if text.ask]
         while any(text.ask for text in asked) and not connection.broken:
             left = end - time.perf_counter()
             if left <= 0 or not connection.channel.wait(left):
@@ -263,12 +269,11 @@ class MirrorDrafter(Drafter):
         connection = self._client.connection
         if connection is not None:
             self._hear(connection)
-            if any(t.ask and time.perf_counter() - t.asked_at > _LAG_S for t in self._waiting()):
+            long_ago = time.perf_counter() - _LAG_S
+            waiting = [t for t in self._texts.values() if t.waits_for(connection)]
+            if any(text.asked_at < long_ago for text in waiting):
                 connection.broken = f"has not answered for {_LAG_S:g} s"
         return self._client.connection
-
-    def _waiting(self) -> list[MirroredText]:
-        return [text for text in self._texts.values() if text.ask]
 
     def _hear(self, connection: Connection) -> None:
         try:

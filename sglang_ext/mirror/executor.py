@@ -58,7 +58,7 @@ class Executor:
         # By the drafter's number; the one that was used last stands at the end.
         self._texts: OrderedDict[int, DraftText] = OrderedDict()
         self._views: dict[int, list[npt.NDArray[np.void]]] = {}
-        self._told_at = 0.0
+        self._told_at, self._told = 0.0, (0, 0)
         self._stopped = False
         # A continuation and its outcomes must fit behind a text.
         self._most_tokens = model.shape.max_positions - 3 * window - 2
@@ -197,8 +197,12 @@ class Executor:
             self._refuse(number, 0)
 
     def _tell_totals(self) -> None:
-        self._told_at = time.perf_counter()
+        """Report what was done, where that is something new."""
         totals = self._rollouts.totals
+        state = (totals.steps, len(self._texts))
+        if state == self._told:
+            return
+        self._told_at, self._told = time.perf_counter(), state
         held = sum(text.cache.nbytes for text in self._texts.values()) / _MIB
         values = (totals.steps, totals.rows, totals.tokens, totals.seconds, held, len(self._texts))
         payload = np.array(values, dtype="<f8").tobytes()

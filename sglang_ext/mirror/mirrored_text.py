@@ -48,6 +48,10 @@ class MirroredText:
         """Whether the executor was told all of it."""
         return self._told == self.length
 
+    def waits_for(self, connection: Connection) -> bool:
+        """Whether this executor has not answered its ask."""
+        return bool(self.ask) and self._connection is connection
+
     def extend(self, tokens: Sequence[int]) -> None:
         """`tokens` were committed."""
         self.length += len(tokens)
