@@ -29,7 +29,8 @@ from sglang_ext.mirror.exit_view import ExitView
 from sglang_ext.mirror.lm_loading import DraftModelError, config_of
 from sglang_ext.mirror.messages import Kind
 from sglang_ext.mirror.mirrored_text import MirroredText
-from sglang_ext.mirror.payoff import kappa_for, length_that_pays
+from sglang_ext.mirror.pacing import Pacing
+from sglang_ext.mirror.payoff import kappa_for
 from sglang_ext.mirror.shared_ring import ChannelError, Record
 from sglang_ext.models.tokenizers import fingerprint
 from sglang_ext.options import Options
@@ -37,14 +38,8 @@ from sglang_ext.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
-# No step waits longer for a draft, and an ask that is older than the second has no answer.
-_MOST_WAIT_S, _LAG_S = 1.0, 30.0
-# A wait that ends late by this much of what was expected is worth its tokens still.
-_FIRST_WAIT_S = 0.25
-_FADE = 0.1
-_FIRST_ALPHA, _MOST_ALPHA = 0.7, 0.98
-# Where waiting does not pay, it is tried again so often, since what is known of it grows old.
-_TRY_EVERY = 32
+# An executor that owes an answer for so long is started again.
+_LAG_S = 30.0
 
 
 class MirrorDrafter(Drafter):
@@ -67,12 +62,7 @@ class MirrorDrafter(Drafter):
             raise DrafterError(f"drafter mirror, draft model {name!r}: {error}") from error
         self._texts: WeakValueDictionary[int, MirroredText] = WeakValueDictionary()
         self._asks = count(1)
-        self._alpha = _FIRST_ALPHA
-        self._step_s: float | None = None
-        self._token_s: float | None = None
-        self._proposed_at: float | None = None
-        self._unpaid = 0
-        self._wait_s, self._missing = 0.0, 1
+        self._pacing = Pacing()
         self._executor: dict[str, float] = {}
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
 
@@ -112,14 +102,12 @@ class MirrorDrafter(Drafter):
 
     def observe(self, request: DraftRequest, tokens: Sequence[int]) -> None:
         """Tell the executor what was committed, and learn how good its draft was."""
-        self._note_step()
+        self._pacing.note_committed()
         connection = self._client.connection
         if connection is not None:
             self._hear(connection)  # in steps without a look too: its answers are not to pile up
         text: MirroredText = request.state
-        right, wrong = text.agreed(tokens)
-        for outcome in [1.0] * right + [0.0] * wrong:
-            self._alpha += _FADE / 4 * (min(outcome, _MOST_ALPHA) - self._alpha)
+        self._pacing.note_draft(*text.agreed(tokens))
         text.extend(tokens)
         self._tell(request)
 
@@ -165,11 +153,10 @@ class MirrorDrafter(Drafter):
             for request in requests:
                 self._tell(request)
             self._count(texts)
-            if asked := self._ask(connection, texts, most):
-                self._wait(connection, asked)
+            self._ask(connection, texts, most)
         trees = [self._tree(text, most) for text in texts]
         self._counters["plain"] += sum(not len(tree) for tree in trees)
-        self._proposed_at = time.perf_counter()
+        self._pacing.note_proposed()
         return trees
 
     def _tree(self, text: MirroredText, most: int) -> TokenTree:
@@ -187,58 +174,41 @@ class MirrorDrafter(Drafter):
             self._counters["hits" if hit else "fallbacks"] += 1
             text.viewed = False
 
-    def _ask(
-        self, connection: Connection, texts: Sequence[MirroredText], most: int
-    ) -> list[MirroredText]:
-        """Ask for the chains that are worth a wait, and say whose.
-
-        `_wait_s` is set to the seconds beyond which it is a loss, `_missing` to the tokens missing.
-        """
-        able = [text for text in texts if text.follows and not text.ask]
+    def _ask(self, connection: Connection, texts: Sequence[MirroredText], most: int) -> None:
+        """Ask for the chains that are worth a wait, and wait for them."""
+        able = [text for text in texts if text.follows and text.heard and not text.ask]
         ready = [len(text.chain(most)[0]) for text in able]
-        if not able or min(ready) >= most:
-            return []
-        length, self._wait_s = most, _FIRST_WAIT_S
-        if self._step_s is not None and self._token_s is not None:
-            others = [len(text.chain(most)[0]) for text in texts if text not in able]
-            length, self._wait_s = length_that_pays(
-                self._alpha, self._token_s, self._step_s, [*ready, *others], most
-            )
-            if not length:
-                self._unpaid += 1
-                if self._unpaid % _TRY_EVERY:
-                    return []
-                length, self._wait_s = min(2, most), self._step_s
+        others = [len(text.chain(most)[0]) for text in texts if text not in able]
+        length, wait_s = self._pacing.length(ready, others, most)
         asked = [text for text, held in zip(able, ready, strict=True) if held < length]
         records, now = [], time.perf_counter()
         for text in asked:
             text.ask, text.asked_at = next(self._asks) & 0x7FFFFFFF, now
             numbers = (0, 0, text.length, text.ask, length, now)
             records.append(Record(Kind.ASK, text.number, *numbers))
-        self._missing = max(length - min(ready), 1)
-        if self._send(connection, records):
-            return asked
+        if asked and self._send(connection, records):
+            self._wait(connection, asked, wait_s, length - min(ready))
+            return
         for text in asked:  # those that were sent are answered to nobody
             text.ask = 0
-        return []
 
-    def _wait(self, connection: Connection, asked: Sequence[MirroredText]) -> None:
-        """Wait for what was asked, no longer than it can pay."""
+    def _wait(
+        self, connection: Connection, asked: Sequence[MirroredText], wait_s: float, tokens: int
+    ) -> None:
+        """Wait for what was asked, so many tokens, for at most `wait_s` seconds."""
         begun = time.perf_counter()
-        end = begun + min(self._wait_s, _MOST_WAIT_S)
         while any(text.ask for text in asked) and not connection.broken:
-            left = end - time.perf_counter()
+            left = begun + wait_s - time.perf_counter()
             if left <= 0 or not connection.channel.wait(left):
                 break
             self._hear(connection)
         waited = time.perf_counter() - begun
+        for text in asked:
+            text.heard = not text.ask
+        late = sum(not text.heard for text in asked)
+        self._pacing.note_wait(waited, tokens, in_time=not late)
         self._counters["waited_seconds"] += waited
-        late = sum(bool(text.ask) for text in asked)
         self._counters["late"] += late
-        sample = waited / self._missing
-        if not late or self._token_s is None:
-            last = sample if self._token_s is None else self._token_s
-            self._token_s = last + _FADE * (sample - last)
 
     # The channel
 
@@ -299,13 +269,6 @@ class MirrorDrafter(Drafter):
             text.ask = 0
         elif record.kind == Kind.UNKNOWN:
             text.lost(forever=bool(record.number))
-
-    def _note_step(self) -> None:
-        """The first thing that is heard of a step after `propose`: its pass has ended."""
-        if self._proposed_at is not None:
-            taken, self._proposed_at = time.perf_counter() - self._proposed_at, None
-            last = taken if self._step_s is None else self._step_s
-            self._step_s = last + _FADE * (taken - last)
 
 
 _COUNTERS = ("hits", "fallbacks", "plain", "late", "waited_seconds")

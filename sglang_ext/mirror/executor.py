@@ -85,7 +85,7 @@ class Executor:
     def step(self) -> bool:
         """One pass of the draft model; False where there is nothing to do."""
         parts = self._rollouts.next_pass(list(self._texts.values()), time.perf_counter())
-        if any(part.unread or part.nodes for part in parts):
+        if parts:
             for drafted in self._rollouts.run(parts):
                 self._send_nodes(self._number_of(drafted.text), drafted.nodes)
             self._make_room()

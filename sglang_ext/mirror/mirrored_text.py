@@ -22,6 +22,8 @@ class MirroredText:
         length: tokens of the text.
         ask: the number of the ask that is not answered yet; 0: none.
         asked_at: when it was made, in seconds.
+        heard: something was drafted for it since it was last waited for in vain. An executor that
+            is still reading a long prompt is not waited for in each step.
         viewed: the early exit has told of the last pass.
         proposed: the draft of the last step.
 
@@ -34,6 +36,7 @@ class MirroredText:
         self.length = len(prompt)
         self.ask = 0
         self.asked_at = 0.0
+        self.heard = True
         self.viewed = False
         self.proposed: list[int] = []
         self._prompt = prompt
@@ -68,7 +71,7 @@ class MirroredText:
             ChannelError: the channel is of no more use.
         """
         if self._connection is not connection:
-            self._connection, self._told, self.ask = connection, 0, 0
+            self._connection, self._told, self.ask, self.heard = connection, 0, 0, True
             self._drafted.clear()
         if self._told == self.length or self._forgotten >= _MOST_FORGOTTEN:
             return
@@ -89,6 +92,7 @@ class MirroredText:
 
     def take(self, key: int, length: int, token: int, prob: float) -> None:
         """A drafted token: `token` follows the text of this key."""
+        self.heard = True
         if length >= self.length:
             self._drafted[key] = (length, token, prob)
 

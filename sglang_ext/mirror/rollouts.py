@@ -145,7 +145,8 @@ class Rollouts:
                 part.nodes.append(leaf)
             if leaf is not None and self._guesses and (part.nodes or part.reads_root):
                 part.nodes += self._guessed(text, leaf)
-            parts.append(part)
+            if part.unread or part.nodes:  # else there is enough, as `next_of_chain` says
+                parts.append(part)
         return self._most_of(parts)
 
     def _guessed(self, text: DraftText, leaf: int) -> list[int]:

@@ -15,11 +15,12 @@ from sglang_ext.drafters import (
     DrafterContext,
     DrafterError,
     DraftRequest,
-    mirror,
     overrides,
 )
 from sglang_ext.drafters.mirror import MirrorDrafter
+from sglang_ext.mirror import pacing
 from sglang_ext.mirror.exit_view import ExitView
+from sglang_ext.mirror.pacing import Pacing
 from sglang_ext.options import Options
 from sglang_ext.tree import TokenTree
 from tests.eventually import eventually
@@ -55,9 +56,9 @@ def drafter(folder) -> Iterator[MirrorDrafter]:
 @pytest.fixture(autouse=True)
 def patient(drafter, monkeypatch):
     """What pays is another test's business: here every draft is waited for."""
-    drafter._step_s = drafter._token_s = None
-    monkeypatch.setattr(mirror, "_FIRST_WAIT_S", 60.0)
-    monkeypatch.setattr(mirror, "_MOST_WAIT_S", 60.0)
+    drafter._pacing = Pacing()
+    monkeypatch.setattr(pacing, "FIRST_WAIT_S", 60.0)
+    monkeypatch.setattr(pacing, "MOST_WAIT_S", 60.0)
 
 
 class Target:
@@ -81,7 +82,7 @@ class Target:
             request.output.append(self.next(request.prompt))
             drafter.start(request)
         while running := [r for r in requests if len(r.output) < tokens]:
-            drafter._step_s = drafter._token_s = None
+            drafter._pacing = Pacing()
             trees = drafter.propose(running, 15)
             self.verify(drafter, running, trees)
         for request in requests:
@@ -203,7 +204,7 @@ def test_an_executor_that_is_killed_costs_nothing_but_its_drafts(drafter, refere
     # The request that was running is drafted for again.
     assert executor_pid(drafter) != killed
     for _ in range(6):
-        drafter._step_s = drafter._token_s = None
+        drafter._pacing = Pacing()
         target.verify(drafter, [one], drafter.propose([one], 15))
     assert max(target.accept_lengths[-3:]) == WINDOW + 1
     assert one.output == reference.continued(one.prompt, len(one.output))
@@ -211,7 +212,7 @@ def test_an_executor_that_is_killed_costs_nothing_but_its_drafts(drafter, refere
 
 
 def test_a_stopped_executor_is_waited_for_no_longer_than_it_pays(drafter, reference, monkeypatch):
-    monkeypatch.setattr(mirror, "_FIRST_WAIT_S", 0.25)
+    monkeypatch.setattr(pacing, "FIRST_WAIT_S", 0.25)
     one, target = request("70"), Target(reference, "")
     one.output.append(target.next(one.prompt))
     drafter.start(one)
@@ -220,7 +221,7 @@ def test_a_stopped_executor_is_waited_for_no_longer_than_it_pays(drafter, refere
     os.kill(stopped, signal.SIGSTOP)
     try:
         for _ in range(4):
-            drafter._step_s = drafter._token_s = None
+            drafter._pacing = Pacing()
             begun = time.monotonic()
             target.verify(drafter, [one], drafter.propose([one], 15))
             assert time.monotonic() - begun < 5

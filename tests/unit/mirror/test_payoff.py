@@ -3,6 +3,7 @@
 import pytest
 
 from sglang_ext.mirror.draft_devices import DraftDevice
+from sglang_ext.mirror.pacing import FIRST_WAIT_S, MOST_WAIT_S, Pacing
 from sglang_ext.mirror.payoff import (
     RowCosts,
     kappa_for,
@@ -81,3 +82,31 @@ def test_a_device_is_cores_or_a_gpu(name, torch_name, cores):
 def test_what_is_no_device_is_refused(name):
     with pytest.raises(OptionError, match="expected cpu, cpu:1, cpu:2-3,6 or cuda:0"):
         Options.from_env({"SGLANG_EXT_MIRROR_DEVICE": name})
+
+
+def test_waits_are_learned_and_tried_again_where_they_did_not_pay():
+    pacing = Pacing()
+    assert pacing.length([0], [], 7) == (7, FIRST_WAIT_S)
+    pacing.note_wait(0.7, 7, in_time=True)
+    assert pacing.token_s == pytest.approx(0.1)
+    pacing.note_wait(9.0, 1, in_time=False)  # late: nothing is known of what it would have taken
+    assert pacing.token_s == pytest.approx(0.1)
+    pacing.step_s = 0.01
+    lengths = [pacing.length([0], [], 7)[0] for _ in range(64)]
+    assert sum(lengths) == 2 and max(lengths) == 1
+    pacing.step_s = 2.0
+    length, wait_s = pacing.length([0], [], 7)
+    assert length >= 5 and wait_s == MOST_WAIT_S
+    assert pacing.length([7], [0], 7) == (0, 0.0) == pacing.length([], [0], 7)
+
+
+def test_drafts_that_are_wrong_are_waited_for_less():
+    pacing = Pacing()
+    pacing.step_s, pacing.token_s = 0.3, 0.05
+    sure, _ = pacing.length([0], [], 7)
+    for _ in range(60):
+        pacing.note_draft(0, 1)
+    assert pacing.alpha < 0.2 and pacing.length([0], [], 7)[0] < sure
+    for _ in range(60):
+        pacing.note_draft(7, 0)
+    assert pacing.alpha > 0.9

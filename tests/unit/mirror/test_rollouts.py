@@ -286,3 +286,12 @@ def test_keys_are_the_same_token_by_token_and_at_once():
     assert text_keys.of_text(tokens) == one_by_one
     assert text_keys.of_text(tokens[100:], text_keys.of_text(tokens[:100])) == one_by_one
     assert len({text_keys.of_text(tokens[:n]) for n in range(500)}) == 500
+
+
+def test_who_has_enough_already_is_answered_beside_one_who_waits(bench, reference):
+    bench.tell(*text(1, PROMPT), ask(1, len(PROMPT), WINDOW, 1))
+    bench.work()
+    bench.tell(ask(1, len(PROMPT), WINDOW, 2), *text(2, PROMPT[:4]), ask(2, 4, WINDOW, 3))
+    bench.work()
+    assert [r.number for r in bench.others] == [1, 2, 3]
+    assert bench.chain(PROMPT[:4], WINDOW) == reference.continued(PROMPT[:4], WINDOW)
