@@ -161,7 +161,7 @@ class Executor:
             parts.clear()
         parts.append(nodes)
         held = sum(map(len, parts))
-        if record.first + record.count != held:  # a part is missing: it will not come
+        if record.first + record.items != held:  # a part is missing: it will not come
             self._views.pop(record.request)
         elif held == record.total:
             whole = np.concatenate(self._views.pop(record.request))
@@ -175,7 +175,7 @@ class Executor:
             self._refuse(record.request, known)
             self._channel.send(Record(Kind.DONE, record.request, number=record.number))
             return
-        text.ask, text.wanted = record.number, max(1, record.count)
+        text.ask, text.wanted = record.number, max(1, record.items)
         self._texts.move_to_end(record.request)
         # What was drafted before may have been lost on its way.
         self._send_nodes(record.request, text.drafted())
@@ -206,7 +206,7 @@ class Executor:
         held = sum(text.cache.nbytes for text in self._texts.values()) / _MIB
         values = (totals.steps, totals.rows, totals.tokens, totals.seconds, held, len(self._texts))
         payload = np.array(values, dtype="<f8").tobytes()
-        self._channel.send(Record(Kind.TOTALS, count=len(values), payload=payload))
+        self._channel.send(Record(Kind.TOTALS, items=len(values), payload=payload))
 
 
 def measured_costs(model: CausalLM) -> RowCosts:

@@ -165,7 +165,7 @@ class ExecutorClient:
             self._end_process()
             channel.close()
             raise ExecutorError(f"the draft executor did not start: {error}") from None
-        return Connection(channel, ready.count)
+        return Connection(channel, ready.items)
 
     def _ready(self, channel: Channel) -> Record:
         assert self._process is not None

@@ -1,14 +1,14 @@
 """What is said over the token channel, as records.
 
-| kind | from | first | total | length | number | count | payload |
+| kind | from | first | total | length | number | items | payload |
 | --- | --- | --- | --- | --- | --- | --- | --- |
-| TEXT | drafter | tokens before | - | - | - | tokens | int32[count] |
-| VIEW | drafter | nodes before | nodes | of the text | kappa | nodes | count of view_dtype |
+| TEXT | drafter | tokens before | - | - | - | tokens | int32[items] |
+| VIEW | drafter | nodes before | nodes | of the text | kappa | nodes | items of view_dtype |
 | ASK | drafter | - | - | of the text | the ask's | tokens wanted | - |
 | CLOSE | drafter | - | - | - | - | - | - |
 | STOP | drafter | - | - | - | - | - | - |
 | READY | executor | - | - | positions | - | vocabulary | - |
-| NODES | executor | - | - | - | - | nodes | NODE[count] |
+| NODES | executor | - | - | - | - | nodes | NODE[items] |
 | DONE | executor | - | - | of the text | the ask's | - | - |
 | UNKNOWN | executor | - | - | tokens held | 1: for ever | - | - |
 | TOTALS | executor | - | - | - | - | - | float64[len(TOTAL_NAMES)] |
@@ -104,11 +104,11 @@ def node_records(request: int, nodes: Sequence[tuple[int, int, int, float]]) -> 
     array = np.array(nodes, dtype=NODE)
     for first in range(0, len(array), _NODES):
         part = array[first : first + _NODES]
-        yield Record(Kind.NODES, request, count=len(part), payload=part.tobytes())
+        yield Record(Kind.NODES, request, items=len(part), payload=part.tobytes())
 
 
 def tokens_of(record: Record) -> npt.NDArray[np.int32]:
-    """int32[count], a TEXT's tokens.
+    """int32[items], a TEXT's tokens.
 
     Raises:
         ChannelError: the record is not sound.
@@ -117,7 +117,7 @@ def tokens_of(record: Record) -> npt.NDArray[np.int32]:
 
 
 def nodes_of(record: Record) -> npt.NDArray[np.void]:
-    """NODE[count], of a NODES.
+    """NODE[items], of a NODES.
 
     Raises:
         ChannelError: the record is not sound.
@@ -131,7 +131,7 @@ def view_of(record: Record) -> npt.NDArray[np.void]:
     Raises:
         ChannelError: the record is not sound.
     """
-    within = record.first >= 0 and record.first + record.count <= record.total
+    within = record.first >= 0 and record.first + record.items <= record.total
     if not (within and record.total <= _MOST_VIEW_NODES and 0 < record.number <= MOST_KAPPA):
         raise ChannelError(f"a view of {record.total} nodes and {record.number} candidates")
     return _array(record, view_dtype(record.number))
@@ -149,6 +149,6 @@ def totals_of(record: Record) -> dict[str, float]:
 
 
 def _array(record: Record, dtype: np.dtype) -> npt.NDArray:
-    if record.count < 0 or len(record.payload) != record.count * dtype.itemsize:
-        raise ChannelError(f"{len(record.payload)} bytes for {record.count} items")
+    if record.items < 0 or len(record.payload) != record.items * dtype.itemsize:
+        raise ChannelError(f"{len(record.payload)} bytes for {record.items} items")
     return np.frombuffer(record.payload, dtype)

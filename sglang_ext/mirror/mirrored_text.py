@@ -77,7 +77,7 @@ class MirroredText:
             return
         records = list(self._untold(output))
         sent = connection.channel.send(*records)
-        self._told += sum(record.count for record in records[:sent])
+        self._told += sum(record.items for record in records[:sent])
 
     def _untold(self, output: Sequence[int]) -> Iterator[Record]:
         behind = self._told - len(self._prompt)

@@ -17,7 +17,7 @@ import numpy as np
 from sglang_ext.mirror import futex
 
 RECORD_BYTES = 1024
-# checksum, kind, payload bytes, sequence number, request, first, total, length, number, count, time
+# checksum, kind, payload bytes, sequence number, request, first, total, length, number, items, time
 _HEADER = struct.Struct("<IHHQIiiiiid")
 PAYLOAD_BYTES = RECORD_BYTES - _HEADER.size
 # Before the records: head, tail and the bell, each on a cache line of its own.
@@ -41,7 +41,7 @@ class Record(NamedTuple):
     total: int = 0
     length: int = 0
     number: int = 0
-    count: int = 0
+    items: int = 0
     time: float = 0.0
     payload: bytes = b""
 
@@ -134,10 +134,12 @@ class SharedRing:
         at = self._records_at + self._read % self._capacity * RECORD_BYTES
         for _ in range(_TRIES):
             raw = self._memory[at : at + RECORD_BYTES]
-            checksum, kind, size, serial, *numbers = _HEADER.unpack_from(raw)
+            checksum, kind, size, serial, *_ = _HEADER.unpack_from(raw)
             end = _HEADER.size + size
             sound = size <= PAYLOAD_BYTES and serial == self._read
             if sound and zlib.crc32(raw[_CHECKSUM_BYTES:end]) == checksum:
-                return Record(kind, *numbers, raw[_HEADER.size : end])
+                request, first, total, length, number, items, at_s = _HEADER.unpack_from(raw)[4:]
+                payload = raw[_HEADER.size : end]
+                return Record(kind, request, first, total, length, number, items, at_s, payload)
             time.sleep(_TRY_S)
         raise ChannelError(f"record {self._read} is not sound")

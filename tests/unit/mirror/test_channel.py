@@ -65,7 +65,7 @@ def test_a_full_ring_takes_no_more_and_goes_on_when_it_was_read(channel):
 def test_another_process_gets_everything_under_load_and_around_the_ring(channel, echo):
     rng = np.random.default_rng(0)
     sent = [
-        Record(1 + i % 7, i, count=i, time=float(i), payload=rng.bytes(int(size)))
+        Record(1 + i % 7, i, items=i, time=float(i), payload=rng.bytes(int(size)))
         for i, size in enumerate(rng.integers(0, PAYLOAD_BYTES + 1, 3000))
     ]
     got: list[Record] = []
@@ -162,7 +162,7 @@ def test_texts_views_and_nodes_come_as_they_went(channel):
     tokens = list(range(500))
     channel.send(*messages.text_records(7, tokens, 20))
     texts = other.receive()
-    assert [r.first for r in texts] == [20, 20 + texts[0].count, 20 + 2 * texts[0].count]
+    assert [r.first for r in texts] == [20, 20 + texts[0].items, 20 + 2 * texts[0].items]
     assert np.concatenate([messages.tokens_of(r) for r in texts]).tolist() == tokens
     ids = np.arange(40, dtype=np.int32)
     candidates = np.arange(320, dtype=np.int32).reshape(40, 8)

@@ -94,7 +94,7 @@ def text(number: int, tokens, first: int = 0) -> list[Record]:
 
 
 def ask(number: int, length: int, wanted: int, name: int = 1) -> Record:
-    return Record(Kind.ASK, number, length=length, number=name, count=wanted)
+    return Record(Kind.ASK, number, length=length, number=name, items=wanted)
 
 
 def view(number: int, length: int, nodes, candidates, logprobs) -> list[Record]:
