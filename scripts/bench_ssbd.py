@@ -27,21 +27,17 @@ itself between the two are counted.
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.lib.client import TIMEOUT_S, generate
+from scripts.lib.client import generate
 from scripts.lib.data_folder import data_folder
 from scripts.lib.figures import parser, report
-from scripts.lib.http_client import HTTP
 from scripts.lib.result_page import add_docs_flag
 from scripts.lib.server import Server
-from scripts.lib.spec_bench import tokenizer
-from scripts.lib.ssbd_metrics import common_prefix
 from scripts.lib.ssbd_page import write_page
 from scripts.lib.ssbd_plots import AR, DEFAULT, EXACT, MODES, Mode, Tables
 from scripts.lib.ssbd_streams import (
@@ -54,6 +50,13 @@ from scripts.lib.ssbd_streams import (
     read_streams,
     write_line,
 )
+from scripts.lib.translation_runs import (
+    Progress,
+    Prompts,
+    add_corpus,
+    fresh_cache,
+    server_template,
+)
 
 MODEL = "qwen2.5-coder-0.5b-instruct"
 DATA = data_folder("parallel")
@@ -61,49 +64,6 @@ PAIR = "multi30k.test_2016_flickr"
 MEMORY = DATA / "multi30k.train.fr.gz"
 BATCH = 8
 QUICK_STREAMS, QUICK_TIMED_STREAMS = 8, 2
-
-
-def server_template() -> str:
-    """The message of the server's own translation sessions; its source comes last."""
-    from sglang_ext.api.translation.translator import DEFAULT_TEMPLATE
-
-    return DEFAULT_TEMPLATE
-
-
-class Prompts:
-    """A model's prompts for one pair of languages, as token ids."""
-
-    def __init__(self, settings: Settings):
-        self._tokenizer = tokenizer(settings.model)
-        self._settings = settings
-        self._special = frozenset(self._tokenizer.all_special_ids)
-        first, second = self.ids("a"), self.ids("Z")
-        self.before_source = first[: common_prefix(first, second)]
-
-    def ids(self, source: str) -> list[int]:
-        """The whole prompt, through the model's chat template."""
-        text = self._settings.template.format(
-            source=source,
-            source_language=self._settings.source_language,
-            target_language=self._settings.target_language,
-        )
-        return self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],
-            add_generation_prompt=True,
-            return_dict=False,
-            enable_thinking=False,  # as translation sessions ask
-        )
-
-    def without_end(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """An output without the end token."""
-        end = len(token_ids)
-        while end and token_ids[end - 1] in self._special:
-            end -= 1
-        return tuple(token_ids[:end])
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens; special ones are left out."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 @dataclass(frozen=True)
@@ -120,9 +80,7 @@ class Translator:
 
     def fresh_cache(self) -> None:
         """The radix cache holds the instruction, and nothing else."""
-        response = HTTP.post(self.url + "/flush_cache", params={"timeout": 60}, timeout=TIMEOUT_S)
-        response.raise_for_status()
-        generate(self.url, self.prompts.before_source, params=AR.params(()), max_new_tokens=1)
+        fresh_cache(self.url, self.prompts)
 
     def translate(self, number: int, stream: Stream, mode: Mode, batch: int = 1) -> list[Update]:
         """All of a stream's updates in one mode."""
@@ -144,24 +102,6 @@ class Translator:
             )  # fmt: skip
             updates.append(update)
         return updates
-
-
-class Progress:
-    """Lines that say how far a phase is, and how long it will still take.
-
-    Args:
-        work: requests of the whole phase.
-    """
-
-    def __init__(self, phase: str, work: int):
-        self._phase, self._work, self._done = phase, work, 0
-        self._start = time.monotonic()
-
-    def show(self, done: int, text: str) -> None:
-        """`done` more requests were answered."""
-        self._done += done
-        left = (time.monotonic() - self._start) / self._done * (self._work - self._done)
-        print(f"{self._phase}: {text}; {left / 60:.0f} min left of this phase", flush=True)
 
 
 def main() -> int:
@@ -280,9 +220,7 @@ def run(
 def remember(url: str, memory: Path) -> None:
     """Give the server a translation memory to retrieve from."""
     lines = [line for line in read_lines(memory) if line]
-    body = {"corpus_id": "memory", "documents": lines}
-    response = HTTP.post(url + "/add_external_corpus", json=body, timeout=TIMEOUT_S)
-    response.raise_for_status()
+    add_corpus(url, "memory", lines)
     print(f"translation memory: {len(lines):,} sentences of {memory.name}", flush=True)
 
 

@@ -26,6 +26,7 @@ PAGES = {
     "budget_knee": "docs/budget.md",
     "cuda_widths": "docs/cuda.md",
     "draft_model": "docs/specasr.md",
+    "relaxed_acceptance": "docs/relaxed.md",
     "ssbd_beta": "docs/ssbd.md",
     "translation_sessions": "docs/translation.md",
 }

@@ -6,9 +6,10 @@ time; after each block a valid request must give the tokens that it gave at firs
 request's number makes the request: --offset goes on where a run was ended, and `--offset N
 --requests 1` sends one again. What fails is printed, and goes to --failures as a line of JSON.
 
-Memory is that of all of the server's processes (PSS), at the end against after the first 1400
-requests, two blocks of each class, when pools and caches have filled; over 100 MiB the exit code
-is 1. A server that is started here is started again after it died.
+Memory is what the server's lasting processes have made themselves (scripts/lib/own_memory.py), at
+the end against after the first 1400 requests, two blocks of each class, when pools and caches have
+filled; over 100 MiB the exit code is 1. A server that is started here is started again after it
+died.
 
     python -m scripts.fuzz_server [--requests 10000] [--seed 0] [--offset 0] [--url URL] [--pid PID]
         [--classes NAMES] [--failures FILE] [--quick] [--json FILE]
@@ -30,8 +31,8 @@ from scripts.lib.figures import parser, report
 from scripts.lib.fuzz_client import FuzzClient
 from scripts.lib.fuzz_grammar import FuzzRequest, block, classes, shortened
 from scripts.lib.http_client import HTTP
+from scripts.lib.own_memory import growth_mib, own_mib
 from scripts.lib.server import Server
-from sglang_ext.servers import processes
 
 BLOCK = 50
 WARM_UP = 1400
@@ -39,7 +40,6 @@ QUICK_REQUESTS = 2800
 _ALONE = 6
 _ALONE_TOKENS = 16
 _PARALLEL = 8
-_MIB = 1 << 20
 _MODEL = "smollm2-135m-instruct"
 _MOST_GROWTH_MIB = 100
 # A short context and few answers at once: what a request may cost here is small. Few grammars are
@@ -131,7 +131,7 @@ class FuzzRun:
         self._statuses: Counter[str] = Counter()
         self._expected = self._client.known()
         self._pid: int | None = None
-        self._memory: list[float] = []
+        self._memory: list[dict[int, float]] = []  # after each block
         self.restarted(pid)
 
     def restarted(self, pid: int | None) -> None:
@@ -160,7 +160,7 @@ class FuzzRun:
                 number += len(part)
                 seconds = time.monotonic() - start
                 sound = self._is_sound(kind, number)
-                memory = f"{self._memory[-1]:.0f} MiB" if self._memory else ""
+                memory = f"{sum(self._memory[-1].values()):.0f} MiB" if self._memory else ""
                 print(f"{number}, {kind}, {seconds:.0f} s, {memory} {dict(self._counts)}")
                 if not sound:
                     break
@@ -218,12 +218,12 @@ class FuzzRun:
             self._counts["wrong"] += 1
             print(f"after {kind}, {number}: a valid request does not give what it gave at first")
         if self._pid is not None:
-            self._memory.append(processes.memory_bytes(self._pid) / _MIB)
+            self._memory.append(own_mib(self._pid))
         return True
 
     def _growth(self) -> float:
         warm = self._memory[WARM_UP // BLOCK - 1 :] or self._memory
-        return warm[-1] - warm[0] if warm else 0.0
+        return growth_mib(warm[0], warm[-1]) if warm else 0.0
 
 
 def _schedulers(pid: int | None) -> set[int]:

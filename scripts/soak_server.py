@@ -44,6 +44,9 @@ QUICK_MINUTES = 5.0
 SAMPLE_S, PROGRESS_S = 2.0, 30.0
 REST_EVERY_S, RESTS_AT_LEAST = 180.0, 10
 TRIM_S = 3.0
+# SGLang closes a connection that is idle for 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). Clients let go of it
+# before, as else the first request after a rest may go into one that is just being closed.
+KEEP_ALIVE_S = 2.0
 TABLE_ROWS = 12
 # At most. Threads, files and sockets come and go with requests under way.
 LIMITS = {
@@ -219,7 +222,7 @@ def _progress(soak: Soak, sample: Sample, seconds: float) -> str:
 async def run(server: Server, options: argparse.Namespace, minutes: float) -> dict[str, float]:
     """All of it, on a server that is ready."""
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
         soak = Soak(server.base_url, http, random.Random(options.seed))
         clients: list[Callable[[], Awaitable[None]]]

@@ -168,6 +168,21 @@ class Options:
         low=0.0,
         high=1.0,
     )
+    relaxed_acceptance: bool = _option(
+        True,
+        "let greedy requests ask for drafted tokens that the target nearly wrote itself "
+        "(`custom_params.relaxed`), which changes what is written; off: such requests get a 400",
+    )
+    ssbd_beta: float = _option(
+        0.2,
+        "SSBD: bias of a re-translation towards the session's last output; 0: none",
+        low=0.0,
+        high=1.0,
+    )
+    ssbd_sessions: int = _option(4096, "SSBD: sessions whose last output is kept", low=1)
+    ssbd_idle_seconds: float = _option(
+        600.0, "SSBD: a session that was not used so long is forgotten, in seconds", low=1.0
+    )
     mirror_device: str = _option(
         "cpu",
         "Mirror: where the draft model runs: `cpu`, `cpu:` and cores as `1` or `2-3,6`, or "
@@ -196,16 +211,6 @@ class Options:
         True,
         "Mirror: draft for what the target's early exit foresees while it verifies; 0: ordinary "
         "speculative decoding, each step waits for its draft",
-    )
-    ssbd_beta: float = _option(
-        0.2,
-        "SSBD: bias of a re-translation towards the session's last output; 0: none",
-        low=0.0,
-        high=1.0,
-    )
-    ssbd_sessions: int = _option(4096, "SSBD: sessions whose last output is kept", low=1)
-    ssbd_idle_seconds: float = _option(
-        600.0, "SSBD: a session that was not used so long is forgotten, in seconds", low=1.0
     )
     oracle_file: str = _option(
         "", "JSONL of token id lists that the drafter `oracle` proposes (for checks)"

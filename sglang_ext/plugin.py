@@ -75,8 +75,10 @@ def _register() -> None:
     grammar_cache.register(_is_ours, lambda: Options.from_env().grammar_cache_mb)
     if multiprocessing.parent_process() is None or in_http_worker:
         from sglang_ext.admission import hooks as admission
+        from sglang_ext.step import relaxed_info
 
         admission.register(_is_ours)
+        relaxed_info.register()
     _open_corpus_endpoints()
     _widen_request_rows()
     audio_processor.register()
@@ -169,6 +171,7 @@ def _resolve_server_args(server_args: Any) -> None:
 
 def _check_request_options() -> None:
     """Refuse bad custom_params where a client gets a 400 for it, before the scheduler sees it."""
+    from sglang_ext.admission.relaxed_rules import check_relaxed
     from sglang_ext.admission.sampling_params import check_custom_params
     from sglang_ext.api.namespaces import with_header
     from sglang_ext.drafters import load_class
@@ -188,7 +191,8 @@ def _check_request_options() -> None:
         check_custom_params(params.custom_params)
         params.custom_params = with_header(params.custom_params, options().namespace_header)
         if params.custom_params:
-            RequestOptions.parse(params.custom_params, options().loaded_drafters())
+            asked = RequestOptions.parse(params.custom_params, options().loaded_drafters())
+            check_relaxed(asked, params, options())
             for check in drafters_checks():
                 check(params.custom_params)
 

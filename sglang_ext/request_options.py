@@ -19,6 +19,9 @@ from datastores import DEFAULT_NAMESPACE
 NO_DRAFTER = "none"
 """A request's or a server's drafter of this name: plain decoding."""
 
+MOST_TOP_BETA, MOST_TAU = 32, 10.0
+"""Bounds of a relaxed rule: past them, drafts would be written whatever the target says."""
+
 _NAMESPACE = r"[A-Za-z0-9._:@-]{1,128}"
 # What a file name, a log line and a URL can all carry; request ids are shorter.
 _INGEST_NAME = r"[!-~]{1,256}"
@@ -29,11 +32,33 @@ _EXPECTED = {
     "ingest": "true or false",
     "namespace": "1 to 128 characters of A-Z a-z 0-9 . _ : @ -",
     "ingest_name": "1 to 256 visible ASCII characters",
+    "relaxed": "an object with top_beta, tau and by, each of which may be left out",
+    "relaxed.top_beta": f"a whole number of 1 to {MOST_TOP_BETA}",
+    "relaxed.tau": f"a number from 0 to {MOST_TAU:g}",
+    "relaxed.by": "target or drafter",
 }
 
 
 class RequestOptionError(ValueError):
     """A request's custom_params ask for something that is not there; the message names it."""
+
+
+class RelaxedRule(BaseModel):
+    """SpecDec++'s acceptance (arXiv 2203.16487, Eqs. 6 and 7): what of a draft is good enough.
+
+    Attributes:
+        top_beta: a drafted token passes if its log-probability is at least that of the target's
+            so-many-th best token (Eq. 6),
+        tau: and at most so much below that of the target's best one (Eq. 7), in nats.
+        by: whose log-probability of the token that is: the target's own, or the drafter's as the
+            paper prints it (the target's for tokens of which the drafter gives none).
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    top_beta: Annotated[int, Field(ge=1, le=MOST_TOP_BETA)] = 3
+    tau: Annotated[float, Field(ge=0, le=MOST_TAU)] = 1.0
+    by: Literal["target", "drafter"] = "target"
 
 
 class RequestOptions(BaseModel):
@@ -49,6 +74,8 @@ class RequestOptions(BaseModel):
         ingest: whether its finished output may join the datastore.
         namespace: whose served outputs it reads and joins, beside the shared corpora.
         ingest_name: the name under which its output can be deleted; None: the request's id.
+        relaxed: which drafted tokens are accepted beside the target's own; None: none, the output
+            is the target's.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
@@ -60,6 +87,7 @@ class RequestOptions(BaseModel):
     ingest: bool = True
     namespace: Annotated[str, StringConstraints(pattern=f"^{_NAMESPACE}$")] = DEFAULT_NAMESPACE
     ingest_name: Annotated[str, StringConstraints(pattern=f"^{_INGEST_NAME}$")] | None = None
+    relaxed: RelaxedRule | None = None
 
     @field_validator("drafter", mode="before")
     @classmethod
@@ -88,8 +116,13 @@ class RequestOptions(BaseModel):
             return cls.model_validate(dict(params or {}), context=names)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
-        name, value = first["loc"][0], first["input"]
-        expected = f"one of {', '.join(names)}" if name == "drafter" else _EXPECTED[str(name)]
+        name, value = ".".join(map(str, first["loc"])), first["input"]
+        if first["type"] == "extra_forbidden":
+            known = ", ".join(RelaxedRule.model_fields)
+            raise RequestOptionError(
+                f"custom_params.relaxed has no field {shown(first['loc'][-1])}; known: {known}"
+            )
+        expected = f"one of {', '.join(names)}" if name == "drafter" else _EXPECTED[name]
         raise RequestOptionError(f"custom_params.{name} must be {expected}, got {shown(value)}")
 
 

@@ -30,12 +30,15 @@ class TokenTree:
             node (the product along its path, so it never grows from parent to child).
         sources: int8[n], a bit mask of where each node comes from (bits of `Origin`);
             None: the drafter does not say.
+        logprobs: float32[n], the drafter's own log-probability of each token after those on its
+            path (not the product); NaN where it has none; None: it has none of any.
     """
 
     tokens: npt.NDArray[np.int64]
     parents: npt.NDArray[np.int32]
     probs: npt.NDArray[np.float32]
     sources: npt.NDArray[np.int8] | None = None
+    logprobs: npt.NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -66,7 +69,8 @@ class TokenTree:
         if n >= len(self):
             return self
         sources = None if self.sources is None else self.sources[:n]
-        return TokenTree(self.tokens[:n], self.parents[:n], self.probs[:n], sources)
+        logprobs = None if self.logprobs is None else self.logprobs[:n]
+        return TokenTree(self.tokens[:n], self.parents[:n], self.probs[:n], sources, logprobs)
 
     def depths(self) -> npt.NDArray[np.int32]:
         """int32[n], 1 for the root's children."""
@@ -95,6 +99,7 @@ class TokenTree:
             np.where(parents == NO_PARENT, NO_PARENT, new_index[parents]).astype(np.int32),
             self.probs[keep],
             None if self.sources is None else self.sources[keep],
+            None if self.logprobs is None else self.logprobs[keep],
         )
 
     def path(self, tokens: Sequence[int]) -> npt.NDArray[np.bool_]:
@@ -102,7 +107,10 @@ class TokenTree:
         return _path(self.tokens, self.parents, np.asarray(tokens, dtype=np.int64))
 
     def check_lengths(self) -> None:
-        """Raise ValueError, naming the field, if its arrays are not equally long."""
+        """Raise ValueError, naming the field, if its arrays are not equally long.
+
+        Log-probabilities are looked at besides: no token has one above 0.
+        """
         n = len(self.tokens)
         if self.sources is not None and len(self.sources) != n:
             raise ValueError(f"sources must be as many as tokens, {n}, got {len(self.sources)}")
@@ -111,6 +119,13 @@ class TokenTree:
                 f"tokens, parents and probs must have one length, got {n}, "
                 f"{len(self.parents)} and {len(self.probs)}"
             )
+        if self.logprobs is not None:
+            if len(self.logprobs) != n:
+                raise ValueError(
+                    f"logprobs must be as many as tokens, {n}, got {len(self.logprobs)}"
+                )
+            if (self.logprobs > 0).any():
+                raise ValueError("logprobs must be at most 0, or NaN where there is none")
 
     def check(self, vocab_size: int) -> None:
         """Raise ValueError, naming the field, if this is not a tree over `vocab_size` tokens."""
@@ -149,11 +164,13 @@ def merged(trees: Sequence[TokenTree], max_nodes: int) -> TokenTree:
     """One tree of all their nodes, the best `max_nodes`: a path that several have is there once.
 
     A node's probability is the highest that any of them gives it, its sources are all of theirs.
+    Its log-probability is that of the first tree that gives one.
     """
     index: dict[tuple[int, int], int] = {}
     parents: list[int] = []
     probs: list[float] = []
     sources: list[int] = []
+    logprobs: list[float] = []
     for tree in trees:
         places: list[int] = []
         for node in range(len(tree)):
@@ -164,10 +181,13 @@ def merged(trees: Sequence[TokenTree], max_nodes: int) -> TokenTree:
                 parents.append(parent)
                 probs.append(0.0)
                 sources.append(0)
+                logprobs.append(np.nan)
             # Never above its parent's, which another tree may rate lower.
             prob = float(tree.probs[node])
             probs[place] = max(probs[place], min(prob, probs[parent] if parent >= 0 else prob))
             sources[place] |= 0 if tree.sources is None else int(tree.sources[node])
+            if tree.logprobs is not None and np.isnan(logprobs[place]):
+                logprobs[place] = float(tree.logprobs[node])
             places.append(place)
     # Stable, so that a parent stays in front of a child of equal probability.
     order = np.argsort(-np.array(probs, dtype=np.float32), kind="stable")[:max_nodes]
@@ -179,6 +199,9 @@ def merged(trees: Sequence[TokenTree], max_nodes: int) -> TokenTree:
         new_index[np.array(parents, dtype=np.int64)[order]],
         np.array(probs, dtype=np.float32)[order],
         np.array(sources, dtype=np.int8)[order],
+        np.array(logprobs, dtype=np.float32)[order]
+        if any(tree.logprobs is not None for tree in trees)
+        else None,
     )
 
 
@@ -197,6 +220,8 @@ class PackedTrees:
         next_token, next_sibling: int64[bs, width]; a node's first child and its next sibling,
             -1 for none (the links of SGLang's speculative/eagle_info.py).
         sizes: int64[bs]; real nodes of each tree, root included.
+        logprobs: float32[bs, width], the drafters' own (TokenTree.logprobs); NaN where there is
+            none; None: there is none of any.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -206,6 +231,7 @@ class PackedTrees:
     next_token: npt.NDArray[np.int64]
     next_sibling: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float32] | None = None
 
     @property
     def width(self) -> int:
@@ -229,15 +255,25 @@ def pack(roots: Sequence[int], trees: Sequence[TokenTree], width: int) -> Packed
     if nodes.any():
         of_trees = np.concatenate([tree.tokens for tree in trees])
         _place(tokens, parents, of_trees, np.concatenate([t.parents for t in trees]), nodes)
-    return linked(tokens, parents, 1 + np.minimum(nodes, width - 1))
+    logprobs = None
+    if any(tree.logprobs is not None for tree in trees):
+        logprobs = np.full((bs, width), np.nan, dtype=np.float32)
+        for row, tree in zip(logprobs, trees, strict=True):
+            if tree.logprobs is not None:
+                own = tree.logprobs[: width - 1]
+                row[1 : 1 + len(own)] = own
+    return linked(tokens, parents, 1 + np.minimum(nodes, width - 1), logprobs)
 
 
 def linked(
-    tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64],
+    parents: npt.NDArray[np.int32],
+    sizes: npt.NDArray[np.int64],
+    logprobs: npt.NDArray[np.float32] | None = None,
 ) -> PackedTrees:
     """The packed trees of these nodes; what is shown by `parents` is made from them."""
     depths, mask, next_token, next_sibling = _link(parents, sizes)
-    return PackedTrees(tokens, parents, depths, mask, next_token, next_sibling, sizes)
+    return PackedTrees(tokens, parents, depths, mask, next_token, next_sibling, sizes, logprobs)
 
 
 @numba.njit(cache=True, nogil=True)

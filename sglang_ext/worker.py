@@ -38,6 +38,7 @@ from sglang_ext.step.host_runtime import HostRuntime
 from sglang_ext.step.penalties import DevicePenalties, is_penalized
 from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.step.planner_setup import planner_of
+from sglang_ext.step.relaxed_info import tell_of_relaxed_tokens
 from sglang_ext.step.relay import LastStep, last_tokens
 from sglang_ext.step.runtime import StepRuntime
 from sglang_ext.step.step_plan import Step, StepPlan, share, share_flag
@@ -112,6 +113,7 @@ class SpeculativeWorker(CorpusEndpoints, BaseSpecWorker):
         self.control = control.serve(drafters.values(), rank) if active else None
         if self._role == "decode":
             tell_of_arrivals()
+        tell_of_relaxed_tokens()
         logger.info(
             "sglang-ext drafters: %s (default %s), up to %d nodes a step, budget %s",
             ", ".join(drafters) or "none",
@@ -324,7 +326,7 @@ class SpeculativeWorker(CorpusEndpoints, BaseSpecWorker):
             self._runtime.note_accepted(step, accepted)
         stride = self.speculative_num_draft_tokens
         tokens = accepted.predict[accepted.accept_index.long()]
-        committed = Committed(tokens, accepted.accept_lens, new_seq_lens)
+        committed = Committed(tokens, accepted.accept_lens, new_seq_lens, accepted.relaxed)
         result = StepResult.of(passed, committed.behind(step.head, stride), stride)
         if self._plans:
             self._runtime.launched(step, accepted, result)

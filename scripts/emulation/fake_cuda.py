@@ -29,6 +29,7 @@ from scripts.emulation.overlap_loop import Allocator, LogitsOfStates, NoClock
 from sglang_ext import worker
 from sglang_ext.cuda import device_runtime, prefill
 from sglang_ext.drafters import Bias
+from sglang_ext.request_options import RelaxedRule
 from sglang_ext.step import bias, penalties, verify_batch
 from sglang_ext.step.bias import Expected
 from sglang_ext.step.penalties import DevicePenalties
@@ -99,18 +100,35 @@ class FakeStep:
         greedy: whether all requests are.
         biased: whether two of them prefer some tokens.
         penalized: whether one is.
+        relaxed: whether two of them have a relaxed rule, one of these by the drafter's
+            log-probabilities.
     """
 
-    def __init__(self, greedy: bool, biased: bool = False, penalized: bool = False) -> None:
+    def __init__(
+        self,
+        greedy: bool,
+        biased: bool = False,
+        penalized: bool = False,
+        relaxed: bool = False,
+    ) -> None:
         self.reqs = [self._request(str(i), penalized and i == 1) for i in range(len(NODES))]
         rng = np.random.default_rng(0)
         self.trees = [_tree(rng, n) for n in NODES]
         self.biases: list[Bias | None] = [None] * len(NODES)
         if biased:
             self.biases = [Bias([5, 6, 7], 0.2), None, Bias([1], 0.3)]
+        rules: list[RelaxedRule | None] = [None] * len(NODES)
+        if relaxed:
+            rules = [RelaxedRule(by="drafter"), RelaxedRule(), None]
         self.running: Any = [
-            SimpleNamespace(req=req, draft=SimpleNamespace(output=[1, 2, 3]), context=LENGTH)
-            for req in self.reqs
+            SimpleNamespace(
+                req=req,
+                draft=SimpleNamespace(output=[1, 2, 3]),
+                context=LENGTH,
+                relaxed=rule,
+                ends=np.array([2, 3]),
+            )
+            for req, rule in zip(self.reqs, rules, strict=True)
         ]
         self.info = self._sampling_info(greedy)
         self.chains = [TokenTree.empty()] * len(NODES)
@@ -307,7 +325,8 @@ def _on_device(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def _tree(rng: np.random.Generator, nodes: int) -> TokenTree:
     parents = np.array([rng.integers(-1, i) for i in range(nodes)], dtype=np.int32)
-    return TokenTree(rng.integers(0, 100, nodes), parents, np.ones(nodes, dtype=np.float32))
+    ones = np.ones(nodes, dtype=np.float32)
+    return TokenTree(rng.integers(0, 100, nodes), parents, ones, logprobs=-ones)
 
 
 # The compiled kernels
@@ -378,6 +397,8 @@ STEPS: dict[str, Callable[[], Callable[[], StepResult]]] = {
     "verify, sampled": lambda: FakeStep(greedy=False).verify,
     "verify, greedy, biased": lambda: FakeStep(greedy=True, biased=True).verify,
     "verify, sampled, biased": lambda: FakeStep(greedy=False, biased=True).verify,
+    "verify, greedy, relaxed": lambda: FakeStep(greedy=True, relaxed=True).verify,
+    "verify, sampled, relaxed": lambda: FakeStep(greedy=False, relaxed=True).verify,
     "verify, penalized": lambda: FakeStep(greedy=True, penalized=True).verify,
     "plain": lambda: FakeStep(greedy=True).plain,
     "plain, penalized": lambda: FakeStep(greedy=True, penalized=True).plain,

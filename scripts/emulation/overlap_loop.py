@@ -9,7 +9,9 @@ KV pool holds every token before it. Results reach the host late: until somebody
 its tensors hold -1.
 
 Schedules are random: requests join and finish, prefills follow each other, prompts come in chunks,
-requests are retracted and come back, are aborted, or come from another server with their KV.
+requests are retracted and come back, are aborted, or come from another server with their KV. Some
+have a relaxed rule that accepts the drafter's mistakes: what is accepted becomes their text, and
+must be marked as such, and nothing else.
 """
 
 import copy
@@ -37,7 +39,7 @@ from sglang_ext.cuda.widths import default_widths
 from sglang_ext.disaggregation.handoff import first_draft_input
 from sglang_ext.drafters import Drafter, DrafterContext
 from sglang_ext.options import Options
-from sglang_ext.step import verify_batch
+from sglang_ext.step import relaxed_info, verify_batch
 from sglang_ext.step.penalties import DevicePenalties
 from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.step.relay import LastStep
@@ -46,6 +48,8 @@ from sglang_ext.tree import TokenTree
 
 VOCAB, WIDTH, ROWS, SLOTS, LONGEST = 50, 8, 10, 160, 40
 POISON = -1
+# Of the made-up logits it accepts the second best.
+RELAXED = {"top_beta": 2, "tau": 0.6}
 
 
 @dataclass(eq=False)
@@ -67,24 +71,40 @@ class FakeReq:
     finished_reason: Any = None
     to_abort: bool = False
     multimodal_inputs: Any = None
+    relaxed: bool = False
+    changed: set[int] = field(default_factory=set)
+    """Where relaxation has changed its text."""
+    customized_info: dict[str, list[int]] | None = None
 
     def __post_init__(self) -> None:
         self.kv = SimpleNamespace(kv_allocated_len=0)
         self.origin_input_ids = [0] * self.encoder + self.prompt
         self.origin_input_ids_unpadded = self.prompt
         self.eos_token_ids = self.tokenizer = None
-        params = {} if self.drafter is None else {"drafter": self.drafter}
+        params: dict[str, Any] = {} if self.drafter is None else {"drafter": self.drafter}
+        if self.relaxed:
+            params["relaxed"] = RELAXED
         self.sampling_params = SimpleNamespace(
             custom_params=params,
             ignore_eos=False,
             stop_token_ids=None,
             max_new_tokens=self.max_new_tokens,
+            top_k=1,
             min_new_tokens=0,
             frequency_penalty=0.0,
             presence_penalty=0.0,
             repetition_penalty=1.0,
             logit_bias=None,
         )
+
+    def finished(self) -> bool:
+        """Whether it has its whole output."""
+        return self.finished_reason is not None
+
+    def marked(self) -> list[int]:
+        """Where its answer says that relaxation accepted a token."""
+        marks = (self.customized_info or {}).get(relaxed_info.KEY, [])
+        return [place for place, mark in enumerate(marks) if mark]
 
     @property
     def output_ids_through_stop(self) -> list[int]:
@@ -95,7 +115,7 @@ class FakeReq:
 class LateCopy:
     """SGLang's copy_done: the host has a step's tensors once it has waited for it."""
 
-    NAMES = ("next_token_ids", "accept_lens", "learned")
+    NAMES = ("next_token_ids", "accept_lens", "learned", "relaxed")
 
     def __init__(self, result: Any) -> None:
         self._result = result
@@ -157,6 +177,8 @@ class KnowingDrafter(Drafter):
         """Must come before what was committed since, and be the target's own tokens."""
         text, n = self._texts[request.rid], len(request.output)
         self._wrong["learned"] += predicted[0] != text[n]
+        if request.options.relaxed is not None:
+            return  # nodes beside the accepted path have been relaxed as well
         depths = tree.depths()
         self._wrong["learned"] += any(
             said != text[n + depth] for said, depth in zip(predicted[1:], depths, strict=True)
@@ -252,7 +274,9 @@ class Target:
             can_run_cuda_graph=False,
         )
         if is_verify:
-            result.logits_output.next_token_logits = _one_hot(answers)
+            # Second best is the token that the drafter's mistakes are.
+            nearly = 0.5 * _one_hot((answers + 1) % VOCAB)
+            result.logits_output.next_token_logits = _one_hot(answers) + nearly
         return result
 
     def _extended(self, batch: Any) -> torch.Tensor:
@@ -276,6 +300,18 @@ class Target:
             nodes = index[index >= 0].long()
             slots = batch.out_cache_loc[row * width :][: len(nodes)].long()
             self._kv[slots] = batch.input_ids[nodes]
+            if batch.reqs[row].relaxed:
+                self._rewrite(batch, batch.reqs[row], nodes[1:])
+
+    def _rewrite(self, batch: Any, req: FakeReq, nodes: torch.Tensor) -> None:
+        """The text is what was accepted."""
+        places = batch.spec_info.positions[nodes] - len(req.prompt)
+        for place, token in zip(places.tolist(), batch.input_ids[nodes].tolist(), strict=True):
+            if req.truth[place] != token:
+                self._loop.wrong["outputs"] += (req.truth[place] + 1) % VOCAB != token
+                self._loop.relaxed += 1
+                req.truth[place] = token
+                req.changed.add(place)
 
     def _check_kv(self, req: FakeReq, written: int) -> None:
         right = torch.tensor([*req.prompt, *req.truth[: max(0, written)]])
@@ -349,9 +385,10 @@ class OverlapLoop:
         self, seed: int, lacking: Callable[[LastStep, Any], list[list[int]]] | None = None
     ) -> None:
         self.chance = random.Random(seed)
+        self._relaxing = random.Random(seed)  # of its own, so that schedules stay as they are
         self.wrong: Counter[str] = Counter()
         self.committed: Counter[str] = Counter()
-        self.checked = self.blind = self.known = self.requests = 0
+        self.checked = self.blind = self.known = self.requests = self.relaxed = 0
         self.encoders = self.chance.random() < 0.25
         self._from_afar = self.chance.random() < 0.25  # a decode server
         self._drains_prefills = self.chance.random() < 0.5
@@ -485,6 +522,7 @@ class OverlapLoop:
                 encoder=self.chance.randint(1, 9) if self.encoders else 0,
                 grammar=self.chance.random() < 0.05,
                 drafter="none" if self.chance.random() < 0.2 else None,
+                relaxed=self._relaxing.random() < 0.3,
             )
         )
 
@@ -492,6 +530,8 @@ class OverlapLoop:
         if self._running and self.chance.random() < 0.06:
             req = self._running.pop(self.chance.randrange(len(self._running)))
             req.is_retracted, req.read = True, 0
+            # What is under way is dropped, and found anew as the text itself.
+            req.changed = {place for place in req.changed if place < len(req.output_ids)}
             self._free.append(req.row)
             self._waiting.append(req)
         if self._running and self.chance.random() < 0.04:
@@ -599,12 +639,18 @@ class OverlapLoop:
         result.copy_done.synchronize()
         width = result.speculative_output_stride
         tokens = result.next_token_ids.view(-1, width).tolist()
-        for req, row, n in zip(reqs, tokens, result.accept_lens.tolist(), strict=True):
+        lens = result.accept_lens.tolist()
+        if not chunk:
+            runs = [row[:n] for row, n in zip(tokens, lens, strict=True)]
+            relaxed_info.note_tokens(reqs, runs, result)
+        for req, row, n in zip(reqs, tokens, lens, strict=True):
             if req.is_retracted or req.finished_reason is not None or chunk:
                 continue
             req.output_ids += row[:n]
             self.committed[req.rid] = len(req.output_ids)
             self.wrong["served"] += req.output_ids != req.truth[: len(req.output_ids)]
+            served = sorted(place for place in req.changed if place < len(req.output_ids))
+            self.wrong["marks"] += req.marked() != served
             if len(req.output_ids) >= req.max_new_tokens or req.to_abort:
                 req.finished_reason = SimpleNamespace()
                 self._worker.note_request_finished(rid=req.rid, natural_stop=not req.to_abort)
@@ -632,11 +678,11 @@ def overlap_figures(
 
     Returns:
         wrong_outputs (of a request, as a drafter or a client sees it), wrong_roots, wrong_learned,
-        wrong_kv, request_steps that were checked, requests, known_tokens that prefills had shown,
-        and schedules_hit by anything wrong.
+        wrong_kv, wrong_marks (of relaxed tokens), request_steps that were checked, requests,
+        known_tokens that prefills had shown, relaxed_tokens, and schedules_hit by anything wrong.
     """
     wrong: Counter[str] = Counter()
-    steps = requests = hit = known = 0
+    steps = requests = hit = known = relaxed = 0
     for seed in range(schedules):
         loop = OverlapLoop(seed, lacking)
         try:
@@ -647,16 +693,18 @@ def overlap_figures(
             loop.wrong["outputs"] += 1  # the bookkeeping itself has noticed
         wrong += loop.wrong
         steps, requests = steps + loop.checked, requests + loop.requests
-        known += loop.known
+        known, relaxed = known + loop.known, relaxed + loop.relaxed
         hit += any(loop.wrong.values())
     return {
         "schedules": schedules,
         "request_steps": steps,
         "requests": requests,
         "known_tokens": known,
+        "relaxed_tokens": relaxed,
         "schedules_hit": hit,
         "wrong_outputs": wrong["outputs"] + wrong["served"],
         "wrong_roots": wrong["roots"] + wrong["lengths"],
         "wrong_learned": wrong["learned"],
         "wrong_kv": wrong["kv"],
+        "wrong_marks": wrong["marks"],
     }

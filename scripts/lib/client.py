@@ -25,6 +25,8 @@ class Completion:
         decode_seconds: from the first token to the last; `stream` alone measures it.
         accept_length: tokens per verify step; 1 without speculation.
         rid: the request's id.
+        steps: decode steps that it took; without speculation not told, 0.
+        relaxed: tokens that were accepted by relaxation.
     """
 
     token_ids: list[int]
@@ -33,6 +35,8 @@ class Completion:
     decode_seconds: float
     accept_length: float
     rid: str
+    steps: int = 0
+    relaxed: int = 0
 
 
 def generate(
@@ -107,6 +111,8 @@ def _completion(answer: dict[str, Any], seconds: float, decode_seconds: float) -
         decode_seconds=decode_seconds,
         accept_length=answer["meta_info"].get("spec_accept_length") or 1.0,
         rid=answer["meta_info"]["id"],
+        steps=answer["meta_info"].get("spec_verify_ct") or 0,
+        relaxed=sum(answer["meta_info"].get("relaxed_tokens") or ()),
     )
 
 

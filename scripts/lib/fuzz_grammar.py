@@ -102,6 +102,8 @@ CUSTOM: dict[str, Any] = {
     "ssbd": st.fixed_dictionaries(
         {}, optional={"session": _TEXTS, "beta": _FLOATS, "draft": _IDS, "mask": _NUMBERS,
                       "trim": _NUMBERS, "realign": JUNK, "retrieve": JUNK}) | JUNK,
+    "relaxed": st.fixed_dictionaries(
+        {}, optional={"top_beta": _NUMBERS, "tau": _FLOATS, "by": JUNK, "x": JUNK}) | JUNK,
     "thinking_budget": JUNK, "__sglang_reasoning_end_token_ids": _IDS | JUNK, "x": JUNK,
 }  # fmt: skip
 _GENERATE: dict[str, Any] = {

@@ -100,6 +100,7 @@ class DeviceRuntime(StepRuntime):
             self._planner.observe(
                 launched.running, launched.trees, launched.packed, index, predicted
             )
+            self._planner.note_relaxed(launched.result.relaxed)
         self.note_ended()
 
     def can_go_blind(self, batch: "ScheduleBatch") -> bool:
@@ -150,6 +151,7 @@ class DeviceRuntime(StepRuntime):
             self._runner.sampler,
             get_parallel().tp_group,
             verify.biased,
+            verify.relaxed,
         )
 
     def note_accepted(self, step: Step, accepted: Accepted) -> None:

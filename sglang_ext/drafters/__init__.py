@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -121,7 +121,13 @@ class Drafter(ABC):
     the hook would have learned. After a failure in `prefill`, `prepare`, `start` or `observe`,
     which follow a request, the drafter is told to `finish` it (not completed) and, in its next
     step, to `start` it anew with its output so far; after the third it is left alone.
+
+    Attributes:
+        gives_logprobs: whether its trees have `logprobs`, so that a request may have them judged
+            (`custom_params.relaxed.by`).
     """
+
+    gives_logprobs: ClassVar[bool] = False
 
     def __init__(self, context: DrafterContext) -> None:
         """Make the server's drafter.

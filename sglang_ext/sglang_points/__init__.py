@@ -180,6 +180,21 @@ PREBUILT = Point(
 )  # fmt: skip
 
 # Schedulers and models.
+COMMITTED_TOKENS = Point(
+    _SRT + "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    "._resolve_spec_v2_tokens", How.AFTER, "step/relaxed_info",
+    "`meta_info` says which tokens were accepted by relaxation", takes="self, result, batch",
+)  # fmt: skip
+COLLECTED_INFO = Point(
+    _SRT + "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    "._maybe_collect_customized_info", How.AFTER, "step/relaxed_info",
+    "and of a prefill's token that it was not", takes="self, i, req, logits_output",
+)  # fmt: skip
+META_INFO = Point(
+    _SRT + "managers.tokenizer_manager.TokenizerManager.update_request_meta_info", How.AROUND,
+    "step/relaxed_info", "SGLang gives what one request is told to all that are sent with it",
+    takes="self, meta_info, state, customized_info, index, finish_reason",
+)  # fmt: skip
 ARRIVAL = Point(
     _SRT + "disaggregation.decode.DecodePreallocQueue.add", How.AFTER, "disaggregation/arrivals",
     "drafting of a request begins when it arrives", takes="self, req, is_retracted, is_rebootstrap",

@@ -16,6 +16,7 @@ from sglang_ext.step.prefill_drafts import (
 )
 from sglang_ext.step.prefills import Prefills
 from sglang_ext.step.ragged import can_leave_padding_out
+from sglang_ext.step.relaxed_info import note_first_token
 from sglang_ext.whisper.encoder_decoder import DecoderTimer, decoder_starts
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class HostPrefill(Prefills):
             write_known(k, self._allocator.get_kvcache(), slots.long())
         head = KnownHead.of(known, lambda arrays: [torch.from_numpy(a) for a in arrays])
         self._planner.note_known([n for n in head.counts if n], time.perf_counter() - start)
+        self._planner.note_relaxed(head.relaxed)
         return head
 
     def launched(self, result: "StepResult") -> None:
@@ -92,7 +94,8 @@ class HostPrefill(Prefills):
         if not any(map(len, chains)):
             return None
         start = self._start()
-        drafted = prefill_with_drafts(self._target, self._allocator, batch, chains, biases)
+        running = self._planner.relaxed_in_prefill(batch.reqs)
+        drafted = prefill_with_drafts(self._target, self._allocator, batch, chains, biases, running)
         if drafted is None:
             return None
         self._note(start)
@@ -100,6 +103,9 @@ class HostPrefill(Prefills):
         for req, known in zip(batch.reqs, drafted.known, strict=True):
             if known is not None:
                 self.known.add(req, known)
+                if any(known.relaxed[:1]):
+                    note_first_token(req)
+                    self._planner.note_relaxed(torch.ones(1, 1))
         return drafted.result
 
     def _start(self) -> float:

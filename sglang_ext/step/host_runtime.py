@@ -121,6 +121,7 @@ class HostRuntime(StepRuntime):
             self._runner.sampler,
             verify.nodes,
             verify.biased,
+            verify.relaxed,
         )
 
     def note_accepted(self, step: Step, accepted: Accepted) -> None:
@@ -131,6 +132,7 @@ class HostRuntime(StepRuntime):
             said = accepted.predict.numpy().reshape(step.packed.tokens.shape)
         index = accepted.accept_index.numpy()
         self._planner.observe(step.running, step.trees, step.packed, index, said)
+        self._planner.note_relaxed(accepted.relaxed)
 
     def launched(self, step: Step, accepted: Accepted, result: StepResult) -> None:
         """Nothing to do: `note_accepted` has learned from it."""

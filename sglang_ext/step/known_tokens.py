@@ -22,11 +22,13 @@ class KnownTokens:
         tokens: what follows: the rest of the draft as far as it is right, and one token more.
         kv: K and V of `first` and of all `tokens` but the last, float[n, heads, size] by layer;
             empty: they stand in the request's own slots already.
+        relaxed: for `first` and each of `tokens`, whether relaxation accepted it; empty: none.
     """
 
     first: int
     tokens: list[int]
     kv: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    relaxed: list[bool] = field(default_factory=list)
 
     def before(self, ends: Container[int]) -> "KnownTokens | None":
         """Without a last token that is one of `ends`; None if nothing is left.
@@ -37,7 +39,9 @@ class KnownTokens:
         if self.tokens[-1] not in ends:
             return self
         kv = [(k[:-1], v[:-1]) for k, v in self.kv]
-        return KnownTokens(self.first, self.tokens[:-1], kv) if len(self.tokens) > 1 else None
+        if len(self.tokens) == 1:
+            return None
+        return KnownTokens(self.first, self.tokens[:-1], kv, self.relaxed[:-1])
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,13 @@ class KnownHead:
         tokens: int64[bs, n], zeros behind each request's own.
         lens: int32[bs], how many each request has.
         counts: the same on the host.
+        relaxed: bool[bs, n], which of the tokens relaxation accepted; None: none.
     """
 
     tokens: torch.Tensor
     lens: torch.Tensor
     counts: list[int]
+    relaxed: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -67,7 +73,13 @@ class KnownHead:
             if k is not None:
                 row[: len(k.tokens)] = k.tokens
         there, lens = to_device([tokens, np.array(counts, dtype=np.int32)])
-        return cls(there, lens, counts)
+        if not any(k is not None and any(k.relaxed) for k in known):
+            return cls(there, lens, counts)
+        marks = np.zeros(tokens.shape, dtype=bool)
+        for row, k in zip(marks, known, strict=True):
+            if k is not None and k.relaxed:
+                row[: len(k.tokens)] = k.relaxed[1:]
+        return cls(there, lens, counts, *to_device([marks]))
 
     def joined(
         self, tokens: torch.Tensor, lens: torch.Tensor, most: int
@@ -135,7 +147,10 @@ class KnownTable:
 
 
 def right_tokens(
-    draft: Sequence[int], predicted: Sequence[int], kv: Callable[[int], Any] | None = None
+    draft: Sequence[int],
+    predicted: Sequence[int],
+    kv: Callable[[int], Any] | None = None,
+    taken: Sequence[bool] = (),
 ) -> KnownTokens | None:
     """What of a chain behind a prompt is right; None: it was wrong at once.
 
@@ -143,6 +158,7 @@ def right_tokens(
         draft: the chain.
         predicted: the target's token after the prompt, then after each token of the chain.
         kv: gives KnownTokens.kv of the chain's first n tokens.
+        taken: whether each of `predicted` is what relaxation made of it; empty: none is.
     """
     right = 0
     while right < len(draft) and draft[right] == predicted[right]:
@@ -150,5 +166,8 @@ def right_tokens(
     if right == 0:
         return None
     return KnownTokens(
-        draft[0], list(predicted[1 : right + 1]), kv(right) if kv is not None else []
+        draft[0],
+        list(predicted[1 : right + 1]),
+        kv(right) if kv is not None else [],
+        [*taken[:right], False] if any(taken[:right]) else [],
     )

@@ -131,6 +131,9 @@ class SpeculationMetrics:
         )
         self._proposed = series.by_source("proposed_tokens", "Drafted tokens that were verified.")
         self._accepted = series.by_source("accepted_tokens", "Drafted tokens that were accepted.")
+        self._relaxed = series.counter(
+            "relaxed_tokens", "Drafted tokens that only a request's relaxed rule accepted."
+        )
 
     def _add_budget(self, series: _Series) -> None:
         """What the budget goes by."""
@@ -213,6 +216,10 @@ class SpeculationMetrics:
     def note_accept_length(self, tokens: int) -> None:
         """A draft gave a request so many tokens, the bonus included."""
         self._accept_length.observe(tokens)
+
+    def note_relaxed(self, tokens: int) -> None:
+        """So many drafted tokens were accepted by relaxation."""
+        self._relaxed.inc(tokens)
 
     def note_width(self, width: float) -> None:
         """A step verifies so many nodes per request in the mean, roots included."""

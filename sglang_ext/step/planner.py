@@ -18,6 +18,7 @@ from sglang_ext.step.request_table import RequestTable, RunningRequest
 from sglang_ext.tree import PackedTrees, TokenTree, check_all
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.managers.schedule_batch import Req
 
     from datastores import Bigrams
@@ -183,6 +184,11 @@ class DraftPlanner:
         if bias is not None:
             bias.check(self._vocab_size)
 
+    def relaxed_in_prefill(self, reqs: Sequence["Req"]) -> list[RunningRequest | None]:
+        """Those of requests whose prompts are being read that have a relaxed rule."""
+        read = [self.requests.prefilled(req) for req in reqs]
+        return [r if r is not None and r.relaxed is not None else None for r in read]
+
     def note_known(self, tokens: Sequence[int], seconds: float) -> None:
         """Each request of a step got so many tokens that were known before it."""
         if self.metrics is not None:
@@ -333,6 +339,11 @@ class DraftPlanner:
                 self._tell_verified(running[b], trees[b], said)
         if self.metrics is not None and verified:
             self.metrics.note_verified([trees[b] for b in verified], accepted)
+
+    def note_relaxed(self, marks: "torch.Tensor | None") -> None:
+        """Relaxation accepted these of a step's tokens: bool[bs, n]; None: it was not asked for."""
+        if self.metrics is not None and marks is not None:
+            self.metrics.note_relaxed(int(marks.sum()))
 
     @staticmethod
     def _tell_verified(running: RunningRequest, tree: TokenTree, predicted: Sequence[int]) -> None:

@@ -26,6 +26,7 @@ from sglang_ext.drafters import Bias
 from sglang_ext.step.bias import BiasedRows, Expected, prefer_next_tokens
 from sglang_ext.step.known_tokens import KnownTokens, right_tokens
 from sglang_ext.step.ragged import needs_every_row
+from sglang_ext.step.relaxed import Relaxation, relax
 from sglang_ext.step.verify import prefer_greedily
 from sglang_ext.tree import TokenTree
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.managers.utils import GenerationBatchResult
+
+    from sglang_ext.step.request_table import RunningRequest
 
 # The pass makes a row of logits of every token: too dear for long prompts, whose own reading takes
 # the time anyway.
@@ -100,6 +103,7 @@ def prefill_with_drafts(
     batch: "ScheduleBatch",
     chains: Sequence[TokenTree],
     biases: Sequence[Bias | None],
+    running: "Sequence[RunningRequest | None]" = (),
 ) -> PrefilledDrafts | None:
     """Run the prefill of `batch` (see `can_read_drafts`) with a draft behind each prompt.
 
@@ -107,6 +111,7 @@ def prefill_with_drafts(
         allocator: of the KV pool, pages of one token; what it lends is given back.
         chains: a chain of tokens for each request; may be empty.
         biases: of the tokens that each request will write.
+        running: the requests, for their relaxed rules; None for one, or no list: it has none.
 
     Returns:
         None if the pool has no room for the drafts: nothing was run.
@@ -128,10 +133,18 @@ def prefill_with_drafts(
         biased = _biased_rows(biases, chains, ends - lens, len(said))
         if biased is not None:
             prefer_greedily(said, logits, biased)
-        predicted = [said[end - n : end].tolist() for end, n in zip(ends, lens, strict=True)]
+        relaxation = Relaxation.of_chains(running, chains, ends - lens) if running else None
+        taken = torch.zeros(len(said), dtype=torch.bool)
+        if relaxation is not None:
+            nodes = relaxation.nodes([torch.from_numpy(array) for array in relaxation.arrays()])
+            taken = relax(said, logits, nodes)
+        predicted, marks = (
+            [of[end - n : end].tolist() for end, n in zip(ends, lens, strict=True)]
+            for of in (said, taken)
+        )
         lent = slots.split([len(draft) for draft in drafts])
         pool = allocator.get_kvcache()
-        known = [_known(*each, pool) for each in zip(drafts, predicted, lent, strict=True)]
+        known = [_known(*each, pool) for each in zip(drafts, predicted, lent, marks, strict=True)]
     finally:
         allocator.free(slots)
     roots = torch.from_numpy(ends - lens)
@@ -172,13 +185,17 @@ def _biased_rows(
 
 
 def _known(
-    draft: Sequence[int], predicted: Sequence[int], slots: torch.Tensor, pool: Any
+    draft: Sequence[int],
+    predicted: Sequence[int],
+    slots: torch.Tensor,
+    taken: Sequence[bool],
+    pool: Any,
 ) -> KnownTokens | None:
     def kv(right: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         kept = slots[:right].long()
         return [(k[kept], v[kept]) for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
 
-    return right_tokens(draft, predicted, kv)
+    return right_tokens(draft, predicted, kv, taken)
 
 
 def _join(batch: "ScheduleBatch", drafts: Sequence[Sequence[int]], slots: torch.Tensor) -> None:

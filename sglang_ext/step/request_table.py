@@ -11,7 +11,12 @@ import numpy.typing as npt
 
 from sglang_ext.budget.choice import Calibration
 from sglang_ext.drafters import DraftRequest
-from sglang_ext.request_options import NO_DRAFTER, RequestOptionError, RequestOptions
+from sglang_ext.request_options import (
+    NO_DRAFTER,
+    RelaxedRule,
+    RequestOptionError,
+    RequestOptions,
+)
 from sglang_ext.step.asking import AskedDrafter
 from sglang_ext.whisper.encoder_decoder import audio_features
 
@@ -50,6 +55,8 @@ class RunningRequest:
     ends: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """int64[k], tokens that end it. None is drafted: with what follows it committed in the same
     step SGLang would look for stop strings behind the end (Req.update_finish_state)."""
+    relaxed: RelaxedRule | None = None
+    """What is accepted of its drafts beside the target's own tokens; None: nothing."""
     ready_at: float | None = None
     """When its drafter was prepared while its KV was on its way (time.perf_counter), until that
     has been reported."""
@@ -112,7 +119,7 @@ class RequestTable:
         self._running: dict[str, RunningRequest] = {}
         # Their prompts are read (here or elsewhere), their first step is still to come.
         self._prefilled: dict[str, RunningRequest] = {}
-        self._calibrations = {name: Calibration() for name in [*drafters, NO_DRAFTER]}
+        self._calibrations: dict[tuple[str, bool], Calibration] = {}
 
     def update(
         self, reqs: Sequence["Req"], pending: Sequence[Sequence[int]] | None
@@ -269,15 +276,23 @@ class RequestTable:
             features=audio_features(req),
         )
         name = options.drafter or self._default
+        # The HTTP process has refused it elsewhere (SGLang turns temperature 0 into a top-k of 1).
+        relaxed = options.relaxed if getattr(req.sampling_params, "top_k", 1) == 1 else None
         return RunningRequest(
             req,
             draft,
             self._drafters.get(name),
             min(length, self._max_nodes),
-            self._calibrations[name if name in self._drafters else NO_DRAFTER].for_request(),
+            self._calibration(name, relaxed is not None),
             fixed_budget=options.budget == "fixed",
             ends=ending_tokens(req),
+            relaxed=relaxed,
         )
+
+    def _calibration(self, drafter: str, relaxed: bool) -> Calibration:
+        """A request's own; what relaxed rules accept says nothing of the exact one."""
+        key = drafter if drafter in self._drafters else NO_DRAFTER, relaxed
+        return self._calibrations.setdefault(key, Calibration()).for_request()
 
     def _append(self, known: RunningRequest, output_ids: Any, extra: Sequence[int]) -> None:
         seen = len(known.draft.output)

@@ -41,17 +41,27 @@ class StepPlan:
         parts = [packed.tokens, packed.parents.astype(np.int64), packed.sizes]
         if self.expected is not None:
             parts += [self.expected.tokens, self.expected.betas.astype(np.float64).view(np.int64)]
+        if packed.logprobs is not None:
+            parts.append(packed.logprobs.astype(np.float64).view(np.int64))
         return np.concatenate([part.reshape(-1) for part in parts])
 
     @classmethod
     def from_array(
-        cls, array: npt.NDArray[np.int64], bs: int, width: int, biased: bool
+        cls, array: npt.NDArray[np.int64], bs: int, width: int, biased: bool, scored: bool = False
     ) -> "StepPlan":
-        """The plan that `to_array` was made of."""
-        sizes = [bs * width, bs * width, bs, bs * width, bs][: 5 if biased else 3]
-        tokens, parents, nodes, *rest = np.split(array, np.cumsum(sizes)[:-1])
+        """The plan that `to_array` was made of.
+
+        Args:
+            biased: it has `expected`.
+            scored: its nodes have log-probabilities.
+        """
+        sizes = [bs * width, bs * width, bs, *([bs * width, bs] if biased else [])]
+        tokens, parents, nodes, *rest = np.split(array, np.cumsum(sizes))
+        logprobs = None
+        if scored:
+            logprobs = rest.pop().view(np.float64).astype(np.float32).reshape(bs, width)
         packed = linked(
-            tokens.reshape(bs, width), parents.reshape(bs, width).astype(np.int32), nodes
+            tokens.reshape(bs, width), parents.reshape(bs, width).astype(np.int32), nodes, logprobs
         )
         expected = None
         if biased:
@@ -106,9 +116,9 @@ class Step:
             self.on_publish(new_seq_lens)
 
 
-def array_size(bs: int, width: int, biased: bool) -> int:
+def array_size(bs: int, width: int, biased: bool, scored: bool = False) -> int:
     """How long `StepPlan.to_array` is."""
-    return bs * (2 * width + 1 + (width + 1 if biased else 0))
+    return bs * (2 * width + 1 + (width + 1 if biased else 0) + (width if scored else 0))
 
 
 def share(plan: StepPlan | None, bs: int, group: Any) -> StepPlan:
@@ -119,18 +129,19 @@ def share(plan: StepPlan | None, bs: int, group: Any) -> StepPlan:
         bs: requests of the batch, the same on every rank.
         group: SGLang's GroupCoordinator of the tensor-parallel ranks.
     """
-    head = torch.zeros(2, dtype=torch.int64)
+    head = torch.zeros(3, dtype=torch.int64)
     if plan is not None:
         head[0], head[1] = plan.width, plan.expected is not None
+        head[2] = plan.packed.logprobs is not None
     _broadcast(head, group)
-    width, biased = int(head[0]), bool(head[1])
+    width, biased, scored = int(head[0]), bool(head[1]), bool(head[2])
     body = (
         torch.from_numpy(plan.to_array())
         if plan is not None
-        else torch.empty(array_size(bs, width, biased), dtype=torch.int64)
+        else torch.empty(array_size(bs, width, biased, scored), dtype=torch.int64)
     )
     _broadcast(body, group)
-    return plan or StepPlan.from_array(body.numpy(), bs, width, biased)
+    return plan or StepPlan.from_array(body.numpy(), bs, width, biased, scored)
 
 
 def share_flag(flag: bool, group: Any) -> bool:

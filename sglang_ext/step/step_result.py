@@ -1,6 +1,6 @@
 """What a step hands to SGLang: the tokens that it commits, and what the next step starts from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +21,14 @@ class Committed:
         tokens: int[bs, n], zeros (or anything) behind each request's own.
         lens: int32[bs], how many each request gets.
         new_seq_lens: int64[bs], the lengths that the next step finds.
+        relaxed: bool[bs, n], which of the tokens were accepted by relaxation (relaxed.py), with
+            anything behind each request's own; None: none could be.
     """
 
     tokens: torch.Tensor
     lens: torch.Tensor
     new_seq_lens: torch.Tensor
+    relaxed: torch.Tensor | None = None
 
     @classmethod
     def one_each(cls, tokens: torch.Tensor, new_seq_lens: torch.Tensor) -> "Committed":
@@ -38,7 +41,12 @@ class Committed:
         if head is None:
             return self
         tokens, lens = head.joined(self.tokens, self.lens, most)
-        return Committed(tokens, lens, self.new_seq_lens)
+        relaxed = None
+        if self.relaxed is not None or head.relaxed is not None:
+            first = _marks(head.relaxed, head.tokens)
+            behind = _marks(self.relaxed, self.tokens)
+            relaxed = replace(head, tokens=first).joined(behind, self.lens, most)[0]
+        return Committed(tokens, lens, self.new_seq_lens, relaxed)
 
 
 @dataclass
@@ -49,9 +57,12 @@ class StepResult(GenerationBatchResult):
         learned: int32[bs, 2 * width], the target's token after each node and the accepted nodes'
             flat indices (verify.Accepted); of a prefill that read drafts, int32[bs, n]
             (cuda/prefill.py); None: any other step, or on the host.
+        relaxed: bool[bs, n], which of the tokens were accepted by relaxation, n as in rows of
+            next_token_ids; None: none could be.
     """
 
     learned: torch.Tensor | None = None
+    relaxed: torch.Tensor | None = None
 
     @classmethod
     def of(cls, passed: GenerationBatchResult, committed: Committed, stride: int) -> "StepResult":
@@ -79,18 +90,21 @@ class StepResult(GenerationBatchResult):
             ),
             speculative_num_draft_tokens=stride,
             speculative_output_stride=tokens.shape[1],
+            relaxed=committed.relaxed,
         )
 
     @classmethod
     def of_known(cls, head: "KnownHead", new_seq_lens: torch.Tensor, stride: int) -> "StepResult":
         """The result of a step without a pass: every request gets known tokens alone."""
         passed = GenerationBatchResult(LogitsProcessorOutput(next_token_logits=None))
-        return cls.of(passed, Committed(head.tokens, head.lens, new_seq_lens), stride)
+        return cls.of(passed, Committed(head.tokens, head.lens, new_seq_lens, head.relaxed), stride)
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
-        """As SGLang's, `learned` included."""
+        """As SGLang's, `learned` and `relaxed` included."""
         if self.learned is not None:
             self.learned = async_d2h(self.learned)
+        if self.relaxed is not None:
+            self.relaxed = async_d2h(self.relaxed)
         super().copy_to_cpu(*args, **kwargs)
 
     def wait(self) -> None:
@@ -108,3 +122,8 @@ class StepResult(GenerationBatchResult):
         tokens = self.next_token_ids.view(-1, width).tolist()
         lens = self.accept_lens.tolist()
         return [row[:n] for row, n in zip(tokens, lens, strict=True)]
+
+
+def _marks(relaxed: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    """bool as `tokens`: `relaxed`, or that none is."""
+    return torch.zeros_like(tokens, dtype=torch.bool) if relaxed is None else relaxed

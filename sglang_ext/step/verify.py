@@ -8,7 +8,8 @@ drafted; with a sampling seed even the tokens are those of plain decoding, becau
 seeded sampler depends on seed and position only.
 
 The biased rule (bias.py) differs in what the target's own token is at the positions that a drafter
-biases; the walk is the same.
+biases, the relaxed one (relaxed.py) in what a node goes on with where that token was not drafted;
+the walk is the same.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.step.bias import BiasedRows, coins_of, is_greedy, prefer
+from sglang_ext.step.relaxed import RelaxedNodes, marks_of, relax
 from sglang_ext.tree import PackedTrees, child_with, walk
 
 if TYPE_CHECKING:
@@ -34,18 +36,22 @@ class Accepted:
     """What a verify step commits.
 
     Attributes:
-        predict: int32[bs * width], the target's token after each node (0 where not asked; on a
-            device 0 behind all that is not accepted).
+        predict: int32[bs * width], the token that each node goes on with, the target's own unless
+            a rule says otherwise (0 where not asked; on a device 0 behind all that is not
+            accepted).
         accept_index: int32[bs, width], flat indices of the accepted nodes, root first, then -1.
         accept_lens: int32[bs], tokens committed, the bonus included.
         learned: int32[bs, 2 * width], the target's token after every node and accept_index: what
             drafters learn from; None: on the host, where they are read from the other fields.
+        relaxed: bool[bs, width], which of the tokens that are committed were accepted by
+            relaxation; None: no request asks for it.
     """
 
     predict: torch.Tensor
     accept_index: torch.Tensor
     accept_lens: torch.Tensor
     learned: torch.Tensor | None = None
+    relaxed: torch.Tensor | None = None
 
 
 def accept_on_host(
@@ -56,8 +62,9 @@ def accept_on_host(
     sampler: Any,
     nodes: npt.NDArray[np.int64] | None = None,
     biased: BiasedRows | None = None,
+    relaxed: RelaxedNodes | None = None,
 ) -> Accepted:
-    """The rules for logits on the host: only nodes on the accepted path are sampled.
+    """The rules for logits on the host: only nodes on the accepted path are sampled or relaxed.
 
     Args:
         logits: float[bs * width, vocab], penalties, bias and grammar already applied.
@@ -65,27 +72,22 @@ def accept_on_host(
         sampler: SGLang's layers/sampler.py Sampler.
         nodes: int64[T], the flat indices of the nodes that `logits` has rows for, if not of
             all; greedy requests only.
-        biased: the nodes with a biased token; None: the exact rule alone.
+        biased: the nodes with a biased token; None: there are none.
+        relaxed: the nodes that a relaxed rule may accept, of greedy requests; None: there are none.
     """
-    bs, width = trees.tokens.shape
     if sampling_info.is_all_greedy:
         chosen = torch.argmax(logits, dim=-1)
         if biased is not None:
             prefer_greedily(chosen, logits, biased, nodes)
-        predicted = chosen.numpy()
-        if nodes is not None:
-            rows, predicted = predicted, np.zeros(bs * width, dtype=np.int64)
-            predicted[nodes] = rows
-        predicted = predicted.reshape(bs, width)
-        index, lens = walk(trees.tokens, trees.next_token, trees.next_sibling, predicted)
+        walked = _greedy_walk(chosen, logits, trees, nodes, relaxed)
     else:
-        predicted, index, lens = _sample_walk(
-            logits, trees, sampling_info, positions, sampler, biased
-        )
+        walked = _sample_walk(logits, trees, sampling_info, positions, sampler, biased, relaxed)
+    index = torch.from_numpy(walked.index)
     return Accepted(
-        torch.from_numpy(predicted.reshape(-1).astype(np.int32)),
-        torch.from_numpy(index),
-        torch.from_numpy(lens),
+        torch.from_numpy(walked.predicted.reshape(-1).astype(np.int32)),
+        index,
+        torch.from_numpy(walked.lens),
+        relaxed=None if relaxed is None else marks_of(walked.taken, index),
     )
 
 
@@ -97,6 +99,7 @@ def accept_on_device(
     sampler: Any,
     tp_group: Any,
     biased: BiasedRows | None = None,
+    relaxed: RelaxedNodes | None = None,
 ) -> Accepted:
     """The rules without a host round trip: every node is sampled, a kernel walks the trees.
 
@@ -104,12 +107,16 @@ def accept_on_device(
         logits: float[bs * width, vocab], as in accept_on_host.
         verify_input: SGLang's NgramVerifyInput of this step.
         tp_group: tensor-parallel group; rank 0's samples bind all ranks.
-        biased: as in accept_on_host.
+        biased, relaxed: as in accept_on_host.
     """
     predicted = _tokens_at_nodes(logits, verify_input, sampling_info, positions, sampler, biased)
+    taken = relax(predicted, logits, relaxed) if relaxed is not None else None
     if tp_group.world_size > 1:
         tp_group.broadcast(predicted, src=0)
-    return _walk_on_device(predicted, verify_input)
+    accepted = _walk_on_device(predicted, verify_input)
+    if taken is None:
+        return accepted
+    return dataclasses.replace(accepted, relaxed=marks_of(taken, accepted.accept_index))
 
 
 def _tokens_at_nodes(
@@ -194,11 +201,54 @@ def _prefer_sampled(tokens, probs, biased, sampling_info, positions) -> torch.Te
     return prefer(tokens, probs.float(), biased, is_greedy(sampling_info)[rows], coins)
 
 
-def _sample_walk(logits, trees, sampling_info, positions, sampler, biased):
+@dataclass(frozen=True)
+class _Walked:
+    """Trees followed on the host.
+
+    Attributes:
+        predicted: int64[bs, width], the token that each node goes on with (0 where not asked).
+        index, lens: `accept_index` and `accept_lens` of Accepted.
+        taken: bool[bs * width], the nodes that go on by relaxation.
+    """
+
+    predicted: npt.NDArray[np.int64]
+    index: npt.NDArray[np.int32]
+    lens: npt.NDArray[np.int32]
+    taken: torch.Tensor
+
+
+def _greedy_walk(
+    chosen: torch.Tensor,
+    logits: torch.Tensor,
+    trees: PackedTrees,
+    nodes: npt.NDArray[np.int64] | None,
+    relaxed: RelaxedNodes | None,
+) -> _Walked:
+    """Follow the trees along `chosen`, int64[T]; where a walk ends, relaxation is asked."""
+    bs, width = trees.tokens.shape
+    places = np.arange(bs * width) if nodes is None else nodes
+    left = relaxed if relaxed is None or nodes is None else relaxed.with_rows(nodes)
+    predicted = np.zeros(bs * width, dtype=np.int64)
+    taken = torch.zeros(bs * width, dtype=torch.bool)
+    new = None
+    while True:
+        predicted[places] = chosen.numpy()
+        index, lens = walk(
+            trees.tokens, trees.next_token, trees.next_sibling, predicted.reshape(bs, width)
+        )
+        if left is None or (new is not None and not new.any()):
+            return _Walked(predicted.reshape(bs, width), index, lens, taken)
+        ends = torch.from_numpy(np.searchsorted(places, index[np.arange(bs), lens - 1]))
+        new = relax(chosen, logits, left.behind(ends))
+        taken[torch.from_numpy(places)] |= new
+
+
+def _sample_walk(logits, trees, sampling_info, positions, sampler, biased, relaxed) -> _Walked:
     bs, width = trees.tokens.shape
     predicted = np.zeros((bs, width), dtype=np.int64)
     index = np.full((bs, width), -1, dtype=np.int32)
     lens = np.zeros(bs, dtype=np.int32)
+    taken = torch.zeros(bs * width, dtype=torch.bool)
     rows = np.arange(bs)
     nodes = np.zeros(bs, dtype=np.int64)
     # Which of the biased rows each place is.
@@ -220,8 +270,10 @@ def _sample_walk(logits, trees, sampling_info, positions, sampler, biased):
                 sampling_info,
                 positions[at][here],
             )
-        tokens = sampled.numpy()
-        predicted[rows, nodes] = tokens
+        predicted[rows, nodes] = sampled.numpy()
+        if relaxed is not None:
+            taken |= relax(torch.from_numpy(predicted.reshape(-1)), logits, relaxed.behind(at))
+        tokens = predicted[rows, nodes]
         index[rows, lens[rows]] = flat
         lens[rows] += 1
         nodes = np.array(
@@ -231,7 +283,7 @@ def _sample_walk(logits, trees, sampling_info, positions, sampler, biased):
             ]
         )
         rows, nodes = rows[nodes >= 0], nodes[nodes >= 0]
-    return predicted, index, lens
+    return _Walked(predicted, index, lens, taken)
 
 
 def _sample_rows(logits, sampling_info, rows, positions, sampler) -> torch.Tensor:

@@ -22,6 +22,7 @@ from sglang_ext.cuda import encoder_tokens
 from sglang_ext.cuda.staging import full_mask, mask_starts, to_device
 from sglang_ext.step.bias import BiasedRows
 from sglang_ext.step.penalties import DevicePenalties, is_penalized
+from sglang_ext.step.relaxed import Relaxation, RelaxedNodes
 from sglang_ext.step.step_plan import Step
 from sglang_ext.step.verify import Accepted
 from sglang_ext.whisper.encoder_decoder import decoder_starts, keep_encoder_outputs
@@ -40,13 +41,15 @@ class VerifyTensors:
         positions: int64[bs * width], each node's in its sequence.
         slots: int64[bs * width], each node's in the KV pool.
         biased: the nodes with a biased token; None: there are none.
+        relaxed: the nodes that a relaxed rule may accept; None: there are none.
         nodes: int64[T], the flat indices of the nodes that the pass gives logits of; None: of all.
     """
 
     verify_input: NgramVerifyInput
     positions: torch.Tensor
     slots: torch.Tensor
-    biased: BiasedRows | None
+    biased: BiasedRows | None = None
+    relaxed: RelaxedNodes | None = None
     nodes: npt.NDArray[np.int64] | None = None
 
 
@@ -77,7 +80,9 @@ class VerifyBatches:
         lens = batch.seq_lens_cpu.numpy()
         mask_at = mask_starts(lens, width)
         bias = step.expected.arrays() if step.expected is not None else []
-        tokens, positions, first, next_one, mask, starts, *rows = self.to_device(
+        relaxation = Relaxation.of(step.running, packed)
+        relaxed = relaxation.arrays() if relaxation is not None else []
+        tokens, positions, first, next_one, mask, starts, *rules = self.to_device(
             [
                 packed.tokens.reshape(-1),
                 (lens[:, None] + packed.depths).reshape(-1),
@@ -86,6 +91,7 @@ class VerifyBatches:
                 packed.mask,
                 mask_at,
                 *bias,
+                *relaxed,
             ]
         )
         total = width * (int(lens.sum()) + bs * width)
@@ -102,8 +108,19 @@ class VerifyBatches:
         )
         if not self.on_host:
             encoder_tokens.keep_encoder_lens(verify_input, batch)
+        self._have_verified(batch, verify_input)
+        made = VerifyTensors(verify_input, positions, batch.out_cache_loc)
+        if bias and len(bias[0]):
+            made.biased = BiasedRows(*rules[: len(bias)])
+        if relaxation is not None:
+            made.relaxed = relaxation.nodes(rules[len(bias) :])
+        return made
+
+    def _have_verified(self, batch: "ScheduleBatch", verify_input: NgramVerifyInput) -> None:
+        """Make `batch` one of `verify_input`, whose nodes get the next slots of each request."""
+        width = verify_input.draft_token_num
         batch.forward_mode = ForwardMode.TARGET_VERIFY
-        batch.input_ids = tokens
+        batch.input_ids = verify_input.draft_token
         begin = decoder_starts(batch)
         keep_encoder_outputs(batch)
         batch.out_cache_loc = assign_extend_cache_locs_func(
@@ -111,14 +128,12 @@ class VerifyBatches:
             req_to_token=self.pool.req_to_token,
             start_offset=begin,
             end_offset=begin + width,
-            batch_size=bs,
+            batch_size=len(begin),
             draft_token_num=width,
             device=self.device,
         )
         prepare_mamba_track_for_verify(batch)
         batch.spec_info = verify_input
-        biased = BiasedRows(*rows) if rows and len(rows[0]) else None
-        return VerifyTensors(verify_input, positions, batch.out_cache_loc, biased)
 
     def to_device(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """The arrays as the target's tensors."""

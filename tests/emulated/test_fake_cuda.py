@@ -21,6 +21,7 @@ def test_a_step_mixes_no_devices_and_waits_for_nothing(name):
         ("plain", 1),
         ("verify, sampled", 1),
         ("verify, greedy, biased", 1),
+        ("verify, greedy, relaxed", 1),
         ("verify, penalized", 2),
     ],
 )

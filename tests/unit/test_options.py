@@ -6,7 +6,7 @@ import pytest
 
 from sglang_ext.options import OptionError, Options, add_flags, export_flags
 from sglang_ext.preflight import PreflightError, check_port
-from sglang_ext.request_options import RequestOptionError, RequestOptions
+from sglang_ext.request_options import RelaxedRule, RequestOptionError, RequestOptions
 from sglang_ext.servers.flags import flag_value, set_flag
 
 
@@ -88,11 +88,33 @@ def test_request_options_leave_foreign_keys_alone():
         ({"namespace": "x" * 10_000}, r"namespace must be .*\.\.\. \(10002 characters\)"),
         ({"ingest_name": "a b"}, "ingest_name must be 1 to 256 visible ASCII characters"),
         ({"ingest_name": ["r"]}, "ingest_name"),
+        ({"relaxed": 3}, "relaxed must be an object with top_beta, tau and by.*, got 3"),
+        ({"relaxed": True}, "relaxed must be an object"),
+        ({"relaxed": {"top_beta": 0}}, "relaxed.top_beta must be a whole number of 1 to 32, got 0"),
+        ({"relaxed": {"top_beta": 33}}, "relaxed.top_beta must be .*, got 33"),
+        ({"relaxed": {"top_beta": True}}, "relaxed.top_beta"),
+        ({"relaxed": {"top_beta": 2.5}}, "relaxed.top_beta"),
+        ({"relaxed": {"top_beta": "3"}}, "relaxed.top_beta must be .*, got '3'"),
+        ({"relaxed": {"tau": -0.1}}, "relaxed.tau must be a number from 0 to 10, got -0.1"),
+        ({"relaxed": {"tau": float("nan")}}, "relaxed.tau must be .*, got nan"),
+        ({"relaxed": {"tau": float("inf")}}, "relaxed.tau"),
+        ({"relaxed": {"tau": 10.5}}, "relaxed.tau"),
+        ({"relaxed": {"tau": "1"}}, "relaxed.tau"),
+        ({"relaxed": {"tau": None}}, "relaxed.tau must be .*, got None"),
+        ({"relaxed": {"by": "both"}}, "relaxed.by must be target or drafter, got 'both'"),
+        ({"relaxed": {"beta": 3}}, "relaxed has no field 'beta'; known: top_beta, tau, by"),
     ],
 )
 def test_request_options_name_the_field(params, message):
     with pytest.raises(RequestOptionError, match=message):
         RequestOptions.parse(params, ["sssd"])
+
+
+def test_a_relaxed_rule_has_the_papers_high_quality_for_a_default():
+    asked = RequestOptions.parse({"relaxed": {"top_beta": 5, "tau": 3}}, []).relaxed
+    assert asked == RelaxedRule(top_beta=5, tau=3.0, by="target")
+    assert RequestOptions.parse({"relaxed": {}}, []).relaxed == RelaxedRule(top_beta=3, tau=1.0)
+    assert RequestOptions.parse({"relaxed": None}, []).relaxed is None
 
 
 def test_flag_values_in_both_spellings():

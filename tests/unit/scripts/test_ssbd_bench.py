@@ -9,6 +9,7 @@ import pytest
 
 from scripts import bench_ssbd
 from scripts.bench_ssbd import Prompts, Translator, all_at_once, one_by_one
+from scripts.lib import translation_runs
 from scripts.lib.ssbd_page import write_page
 from scripts.lib.ssbd_plots import AR, DEFAULT, EXACT, MODES, PUBLISHED_DEFAULT, TRIMMED, Tables
 from scripts.lib.ssbd_streams import Settings, Stream, Update
@@ -87,7 +88,7 @@ def server():
 
 @pytest.fixture
 def translator(server, monkeypatch):
-    monkeypatch.setattr(bench_ssbd, "tokenizer", lambda model: Letters())
+    monkeypatch.setattr(translation_runs, "tokenizer", lambda model: Letters())
     return Translator(server.url, Prompts(SETTINGS), max_tokens=50)
 
 

@@ -2,10 +2,12 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from sglang_ext.step import host_prefill
+from sglang_ext.request_options import RelaxedRule
+from sglang_ext.step import host_prefill, relaxed_info
 from sglang_ext.step.host_prefill import HostPrefill
 from sglang_ext.step.known_tokens import KnownTokens
 from sglang_ext.tree import TokenTree
@@ -20,12 +22,21 @@ class Planner:
     def __init__(self, *chains: list[int]):
         self.chains = [TokenTree.chain(chain) for chain in chains]
         self.told: list = []
+        self.relaxing: list = []
+        self.relaxed = 0
 
     def foresee(self, reqs):
         return self.chains
 
     def foreseen(self, reqs, chains, predicted):
         self.told.append(predicted)
+
+    def relaxed_in_prefill(self, reqs):
+        return self.relaxing or [None] * len(reqs)
+
+    def note_relaxed(self, marks):
+        if marks is not None:
+            self.relaxed += int(marks.sum())
 
     def note_prefill(self, seconds, decoder_seconds):
         self.told.append("note")
@@ -89,6 +100,29 @@ def test_what_is_right_of_a_draft_waits_for_the_first_decode_step(prefill):
     (known,) = prefill.known.take(running(batch, [6])[:1])
     assert (known.first, known.tokens) == (6, [7, 8])
     assert prefill.known.take(running(batch, [6])[:1]) == []  # once
+
+
+def test_what_relaxation_accepts_is_marked_counted_and_known(prefill):
+    rule, none = RelaxedRule(top_beta=2, tau=1.0), np.empty(0, np.int64)
+    prefill._planner.relaxing = [SimpleNamespace(relaxed=rule, ends=none), None]
+    prefill._planner.chains = [TokenTree.chain([40, 41, 9]), TokenTree.chain([30])]
+    batch = batch_of("a", "b")
+    for req in batch.reqs:
+        req.customized_info = None
+    prefill.run(batch, UNBIASED, False, None)
+    assert batch.reqs[0].customized_info == {relaxed_info.KEY: [1]}
+    assert batch.reqs[1].customized_info is None and prefill._planner.relaxed == 1
+    known, nothing = prefill.known.take(running(batch, [40], [21]))
+    assert (known.tokens, known.relaxed, nothing) == ([41, 9, 10], [True, False, True, False], None)
+    assert known.before({10}).relaxed == [True, False, True]
+    step = SimpleNamespace(
+        req_pool_indices=torch.tensor([1, 0]), seq_lens=torch.tensor([3, 2]),
+        encoder_lens=torch.tensor([1500, 1500]),
+    )  # fmt: skip
+    head = prefill.store(step, [known, None])
+    assert head.relaxed.tolist() == [[False, True, False], [False] * 3]
+    assert prefill._planner.relaxed == 2
+    assert prefill.store(step, [KnownTokens(6, [7], known.kv[:0]), None]).relaxed is None
 
 
 @pytest.mark.parametrize("output", [[5], [6, 7]], ids=["another token", "a later step"])

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_ext.drafters import Bias
+from sglang_ext.request_options import RelaxedRule
 from sglang_ext.step import prefill_drafts
 from sglang_ext.step.prefill_drafts import can_read_drafts, prefill_with_drafts, write_known
 from sglang_ext.tree import TokenTree
@@ -140,6 +141,36 @@ def test_biased_tokens_are_known_as_the_draft_has_them():
     unbiased = [Bias([6, 30, 31], 0.01), None]
     done = read(Target(), Allocator(), prefill_batch(), [6, 30], [33], biases=unbiased)
     assert done.predicted == [[6, 7, 31], [21, 34]]
+
+
+def test_a_relaxed_rule_holds_behind_prompts_too():
+    # What the target says is by 1 likelier than all else, which is level.
+    rule = RelaxedRule(top_beta=2, tau=1.0)
+    chains = [TokenTree.chain([6, 30, 31, 9]), TokenTree.chain([33])]
+    for asking, ends, tokens, marks in (
+        (rule, (), [30, 31, 9, 10], [False, True, False, True, False]),
+        (rule, (32,), [30, 31, 32], [False, True, False, False]),  # the target ends here
+        (RelaxedRule(top_beta=2, tau=0.9), (), [7], []),
+        (RelaxedRule(top_beta=1, tau=2.0), (), [7], []),
+        (None, (), [7], []),
+    ):
+        asked = SimpleNamespace(relaxed=asking, ends=np.array(ends, dtype=np.int64))
+        done = prefill_with_drafts(
+            Target(), Allocator(), prefill_batch(), chains, [None] * 2, [asked, None]
+        )
+        known, beside = done.known
+        assert (known.first, known.tokens, known.relaxed) == (6, tokens, marks)
+        assert beside is None and done.result.next_token_ids.tolist() == [6, 21]
+
+
+def test_a_first_token_may_be_relaxed():
+    asked = SimpleNamespace(relaxed=RelaxedRule(top_beta=2, tau=1.0), ends=np.empty(0, np.int64))
+    done = prefill_with_drafts(
+        Target(), Allocator(), prefill_batch(),
+        [TokenTree.chain([40, 41]), TokenTree.empty()], [None] * 2, [asked, None],
+    )  # fmt: skip
+    assert done.result.next_token_ids.tolist() == [40, 21]
+    assert (done.known[0].tokens, done.known[0].relaxed) == ([41, 42], [True, False, False])
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])

@@ -23,6 +23,8 @@ tree = TokenTree(np.arange(4), np.arange(-1, 3, dtype=np.int32), np.ones(4, np.f
                  np.array([1, 3 + 64, 4, 8], np.int8))
 m.note_verified([tree, TokenTree.chain([1])], [np.array([True, True, False]), np.array([False])])
 m.note_width(2.5)
+m.note_relaxed(3)
+m.note_relaxed(0)
 m.note_drafting(0.0003)
 m.set_budget(40, 8)
 info = SimpleNamespace(namespaces={"a": 5, "b": 6}, corpora={"c": 7}, nbytes=90, disk_bytes=80,
@@ -56,6 +58,7 @@ def test_series_in_multiprocess_mode(tmp_path):
     assert value("accept_length_count") == 2 and value("accept_length_sum") == 4
     assert value("accept_length_bucket", le="1.0") == 1
     assert value("verify_width_sum") == 2.5
+    assert value("relaxed_tokens_total") == 3
     assert value("retrieval_seconds_bucket", le="0.0005") == 1
     assert value("budget_cap") == 5 and value("budget_knee_tokens") == 40
     assert value("datastore_tokens", kind="live") == 11

@@ -13,13 +13,15 @@ from sglang_ext.step.step_plan import StepPlan, array_size, share, share_flag
 from sglang_ext.tree import TokenTree, pack
 
 
-def plan_of(width: int, biased: bool) -> StepPlan:
+def plan_of(width: int, biased: bool, scored: bool = False) -> StepPlan:
     rng = np.random.default_rng(width)
     trees = []
     for nodes in (width - 1, 0, (width - 1) // 2):
         parents = np.array([rng.integers(-1, i) for i in range(nodes)], dtype=np.int32)
         tokens = rng.integers(0, 1 << 40, nodes)
-        trees.append(TokenTree(tokens, parents, np.ones(nodes, dtype=np.float32)))
+        logprobs = -rng.random(nodes, dtype=np.float32) if scored else None
+        probs = np.ones(nodes, dtype=np.float32)
+        trees.append(TokenTree(tokens, parents, probs, logprobs=logprobs))
     packed = pack([7, 8, 9], trees, width)
     biases = [Bias([5, 6], 0.2), None, Bias([1 << 40], 1 / 3)] if biased else [None] * 3
     return StepPlan(packed, Expected.of_trees(biases, trees, packed))
@@ -27,21 +29,25 @@ def plan_of(width: int, biased: bool) -> StepPlan:
 
 def assert_equal(a: StepPlan, b: StepPlan) -> None:
     for name, value in vars(a.packed).items():
-        np.testing.assert_array_equal(value, getattr(b.packed, name), err_msg=name)
-        assert value.dtype == getattr(b.packed, name).dtype, name
+        other = getattr(b.packed, name)
+        np.testing.assert_array_equal(value, other, err_msg=name)
+        assert (value is None) == (other is None)
+        assert value is None or value.dtype == other.dtype, name
     assert (a.expected is None) == (b.expected is None)
     if a.expected is not None and b.expected is not None:
         np.testing.assert_array_equal(a.expected.tokens, b.expected.tokens)
         np.testing.assert_array_equal(a.expected.betas, b.expected.betas)
 
 
+@pytest.mark.parametrize("scored", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("width", [1, 2, 8])
-def test_a_plan_comes_back_from_its_array(width, biased):
-    plan = plan_of(width, biased)
+def test_a_plan_comes_back_from_its_array(width, biased, scored):
+    plan = plan_of(width, biased, scored)
+    assert (plan.packed.logprobs is not None) == scored
     array = plan.to_array()
-    assert array.shape == (array_size(3, width, biased),)
-    assert_equal(plan, StepPlan.from_array(array, 3, width, biased))
+    assert array.shape == (array_size(3, width, biased, scored),)
+    assert_equal(plan, StepPlan.from_array(array, 3, width, biased, scored))
 
 
 def rank(number: int, address: str, told) -> None:
@@ -49,7 +55,7 @@ def rank(number: int, address: str, told) -> None:
         "gloo", init_method=f"file://{address}", rank=number, world_size=2
     )
     group = SimpleNamespace(ranks=[0, 1], cpu_group=torch.distributed.group.WORLD)
-    plans = [plan_of(width, biased) for width in (1, 8) for biased in (False, True)]
+    plans = [plan_of(width, flag, flag) for width in (1, 8) for flag in (False, True)]
     flags = [share_flag(number == 0 and flag, group) for flag in (True, False)]
     shared = [share(plan if number == 0 else None, 3, group) for plan in plans]
     for plan, got in zip(plans, shared, strict=True):

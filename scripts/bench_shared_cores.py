@@ -1,0 +1,140 @@
+"""What is left of a server's speed on cores that other programs use too.
+
+Busy processes (loops that never wait) are started beside a server: as many as the cores, then four
+times as many. It is asked for the same greedy output alone, beside the ones and beside the others,
+by turns: shared_core_ratio_N_busy is the median over the rounds of the speed there by the speed
+alone. What a fair share is, the kernel says (Linux's autogroups divide cores between sessions, and
+each busy process has one of its own), so what the server did with its share is told apart:
+cpu_per_token_N_busy is its processor time per token there by that alone. Above 1 it was wasted.
+
+--spins compares servers by how long OpenMP's threads spin at a barrier (GOMP_SPINCOUNT, see
+docs/cpu.md) before they let go of their core; all are up together. The figures without a number of
+spins are of the first one in the list; alone_ratio_spin_N is another's speed alone by the first's.
+
+    python -m scripts.bench_shared_cores [--spins N,N] [--tokens N] [--quick] [--model M]
+        [--json FILE]
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from scripts.lib.client import stream
+from scripts.lib.figures import parser, report
+from scripts.lib.server import Server
+from scripts.lib.spec_bench import spec_bench
+from sglang_ext.cpu.install import usable_cores
+from sglang_ext.servers import processes
+
+DEFAULT = "default"
+ROUNDS, QUICK_ROUNDS = 5, 2
+_BUSY = "while True: pass"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One output: its speed, and the server's processor seconds per token (prefill included)."""
+
+    tokens_per_s: float
+    cpu_s: float
+
+
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument(
+        "--spins", default=DEFAULT, help="GOMP_SPINCOUNT of each server [what servers start with]"
+    )
+    made.add_argument("--tokens", type=int, default=48, help="of an output [%(default)s]")
+    options = made.parse_args()
+    rounds = QUICK_ROUNDS if options.quick else ROUNDS
+    prompts = spec_bench(options.model, max_prompt_tokens=120)[:rounds]
+    cores = usable_cores()
+    neighbours = (0, cores, 4 * cores)
+    with ExitStack() as stack:
+        servers = {
+            spins: stack.enter_context(server_with(options.model, spins))
+            for spins in options.spins.split(",")
+        }
+        for server in servers.values():
+            stream(server.base_url, prompts[0].input_ids, max_new_tokens=8)
+        runs: dict[tuple[str, int], list[Run]] = {}
+        for number, prompt in enumerate(prompts):
+            for busy in neighbours:
+                with busy_processes(busy):
+                    for spins, server in servers.items():
+                        run = measured(server, prompt.input_ids, options.tokens)
+                        runs.setdefault((spins, busy), []).append(run)
+                        print(
+                            f"round {number + 1} of {rounds}, {busy} busy, spins {spins}: "
+                            f"{run.tokens_per_s:.2f} tokens/s, {run.cpu_s:.3f} CPU s a token",
+                            flush=True,
+                        )
+    report(figures_of(runs, list(servers), neighbours), options.json)
+    return 0
+
+
+@contextmanager
+def server_with(model: str, spins: str) -> Iterator[Server]:
+    """A plain server whose threads spin so many times."""
+    before = os.environ.get("GOMP_SPINCOUNT")
+    if spins != DEFAULT:
+        os.environ["GOMP_SPINCOUNT"] = spins
+    server = Server(model, name=f"spins-{spins}")
+    try:
+        server.start()
+    finally:
+        os.environ.pop("GOMP_SPINCOUNT", None)
+        if before is not None:
+            os.environ["GOMP_SPINCOUNT"] = before
+    with server:
+        yield server
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """So many processes that take all of the processor that they get."""
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        started += [processes.start([sys.executable, "-c", _BUSY]) for _ in range(count)]
+        yield
+    finally:
+        for process in started:
+            processes.stop_group(process)
+
+
+def measured(server: Server, input_ids: Sequence[int], tokens: int) -> Run:
+    """One greedy output, from its first token to its last."""
+    before = server.cpu_seconds()
+    answer = stream(server.base_url, input_ids, max_new_tokens=tokens, ignore_eos=True)
+    count = len(answer.token_ids)
+    return Run((count - 1) / answer.decode_seconds, (server.cpu_seconds() - before) / count)
+
+
+def figures_of(
+    runs: dict[tuple[str, int], list[Run]], spins: Sequence[str], neighbours: Sequence[int]
+) -> dict[str, float]:
+    """The figures, from a run each round by server and number of busy processes."""
+
+    def ratio(of: tuple[str, int], to: tuple[str, int], what: str) -> float:
+        pairs = zip(runs[of], runs[to], strict=True)
+        return statistics.median(getattr(a, what) / getattr(b, what) for a, b in pairs)
+
+    first = spins[0]
+    figures = {"tokens_per_s_alone": statistics.median(r.tokens_per_s for r in runs[first, 0])}
+    for name in spins:
+        label = "" if name == first else f"_spin_{name}"
+        if label:
+            figures[f"alone_ratio{label}"] = ratio((name, 0), (first, 0), "tokens_per_s")
+        for busy in neighbours[1:]:
+            at, alone = (name, busy), (name, 0)
+            figures[f"shared_core_ratio_{busy}_busy{label}"] = ratio(at, alone, "tokens_per_s")
+            figures[f"cpu_per_token_{busy}_busy{label}"] = ratio(at, alone, "cpu_s")
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

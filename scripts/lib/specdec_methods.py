@@ -1,0 +1,145 @@
+"""What bench_specdec compares: ways to decode a sentence, or one that grows, with their params."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+HIGH_QUALITY, HIGH_EFFICIENCY = (3, 1.0), (5, 3.0)
+"""SpecDec++'s two settings of (top-beta, tau)."""
+GRID = tuple((top_beta, tau) for top_beta in (3, 5) for tau in (1.0, 2.0, 3.0, 5.0))
+QUICK_GRID = (HIGH_QUALITY, HIGH_EFFICIENCY)
+BLOCKS, QUICK_BLOCKS = (5, 10, 15, 20, 25), (5, 10)
+ALONE = "NAT alone"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A relaxed rule (docs/relaxed.md)."""
+
+    top_beta: int
+    tau: float
+    by: str = "target"
+
+    def __str__(self) -> str:
+        judged = "" if self.by == "target" else " by drafter"
+        return f"({self.top_beta}, {self.tau:g}){judged}"
+
+    @property
+    def figure(self) -> str:
+        """Its part of a figure's name."""
+        return f"beta{self.top_beta}_tau{self.tau:g}".replace(".", "_")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode.
+
+    Attributes:
+        drafter: whose drafts are verified; "none": plain decoding, on the plain server.
+        length: most nodes drafted a step, all of them verified; None: the server's budget.
+        rule: what is accepted beside the target's own tokens; None: nothing, output is AT's.
+        drafts_last: a sentence that grows drafts its last output (SSBD, without a bias).
+        options: further custom_params.
+        batched: measured at larger batches too.
+    """
+
+    name: str
+    drafter: str = "none"
+    length: int | None = None
+    rule: Rule | None = None
+    drafts_last: bool = False
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    batched: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether its output must be AT's."""
+        return self.rule is None
+
+    def params(self, last: Sequence[int]) -> dict[str, Any]:
+        """custom_params of a request.
+
+        Args:
+            last: what the sentence's last update wrote; empty at first.
+        """
+        params: dict[str, Any] = {"drafter": self.drafter, "ingest": False, **self.options}
+        if self.length is not None:
+            params |= {"budget": "fixed", "draft_length": self.length}
+        if self.drafts_last:
+            params["ssbd"] = {"draft": list(last), "beta": 0}
+        if self.rule is not None:
+            params["relaxed"] = {
+                "top_beta": self.rule.top_beta, "tau": self.rule.tau, "by": self.rule.by,
+            }  # fmt: skip
+        return params
+
+
+AT = Method("AT greedy", batched=True)
+
+
+def sentence_methods(
+    drafters: Collection[str],
+    length: int,
+    grid: Iterable[tuple[int, float]],
+    blocks: Iterable[int],
+    judged_by_drafter: bool,
+) -> list[Method]:
+    """The methods that translate whole sentences.
+
+    Args:
+        drafters: those that the server has loaded; rows of others are left out.
+        length: most nodes drafted a step.
+        grid: (top-beta, tau) of relaxed rules.
+        blocks: k of SpecDec's sweep.
+        judged_by_drafter: whether specdec gives log-probabilities.
+    """
+    methods = [
+        AT,
+        Method("SSSD", "sssd", length, batched=True),
+        Method("SSSD, budget auto", "sssd", batched=True),
+    ]
+    if "suffix" in drafters:
+        methods.append(Method("suffix", "suffix", length, batched=True))
+    methods += [
+        Method(f"SSSD relaxed {rule}", "sssd", length, rule, batched=_is_published(rule))
+        for rule in (Rule(*pair) for pair in grid)
+    ]
+    if "specdec" in drafters:
+        methods += _specdec_methods(length, grid, blocks, judged_by_drafter)
+    return methods
+
+
+def _specdec_methods(
+    length: int, grid: Iterable[tuple[int, float]], blocks: Iterable[int], judged_by_drafter: bool
+) -> list[Method]:
+    alone, both = ({"specdec": {"retrieve": retrieve}} for retrieve in (False, True))
+    methods = [
+        Method(f"SpecDec k={k}", "specdec", k, options=alone, batched=k == length)
+        for k in sorted({*blocks, length})
+    ]
+    rules = [Rule(*pair) for pair in grid]
+    if judged_by_drafter:
+        rules += [Rule(*pair, "drafter") for pair in (HIGH_QUALITY, HIGH_EFFICIENCY)]
+    methods += [
+        Method(
+            f"SpecDec++ {rule}", "specdec", length, rule, options=alone,
+            batched=_is_published(rule),
+        )
+        for rule in rules
+    ]  # fmt: skip
+    return [*methods, Method("SpecDec with SSSD", "specdec", length, options=both, batched=True)]
+
+
+def growing_methods(length: int, grid: Iterable[tuple[int, float]]) -> list[Method]:
+    """The methods that translate sentences which grow, anew after each step."""
+    exact = Method("SSBD", "ssbd", length, drafts_last=True)
+    rules = [Rule(*pair) for pair in grid]
+    return [
+        AT,
+        exact,
+        *(Method(f"SSBD relaxed {r}", "ssbd", length, r, drafts_last=True) for r in rules),
+    ]
+
+
+def _is_published(rule: Rule) -> bool:
+    return (rule.top_beta, rule.tau) in (HIGH_QUALITY, HIGH_EFFICIENCY) and rule.by == "target"
