@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from itertools import count
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,7 @@ class MirrorDrafter(Drafter):
             name = context.options.draft_model
             raise DrafterError(f"drafter mirror, draft model {name!r}: {error}") from error
         self._texts: WeakValueDictionary[int, MirroredText] = WeakValueDictionary()
+        self._left: list[int] = []
         self._asks = count(1)
         self._pacing = Pacing()
         self._executor: dict[str, float] = {}
@@ -113,10 +114,8 @@ class MirrorDrafter(Drafter):
 
     def finish(self, request: DraftRequest, completed: bool) -> None:
         """Have the executor forget the request."""
-        text, request.state = request.state, None
-        connection = self._client.connection
-        if isinstance(text, MirroredText) and connection is not None:
-            self._send(connection, [Record(Kind.CLOSE, text.number)])
+        request.state = None
+        self._close_left()
 
     def early_exit(self, requests: Sequence[DraftRequest], view: ExitView) -> None:
         """Pass on what the target is about to say, so that its outcomes are drafted now."""
@@ -215,7 +214,19 @@ class MirrorDrafter(Drafter):
     def _open(self, request: DraftRequest) -> MirroredText:
         request.state = text = MirroredText(request.prompt)
         self._texts[text.number] = text
+        # Whichever way the request leaves: of one that was retracted no `finish` is heard.
+        finalize(text, self._left.append, text.number).atexit = False
         return text
+
+    def _close_left(self) -> None:
+        """Have the executor forget the texts of requests that have left."""
+        connection = self._client.connection
+        if connection is None:
+            self._left.clear()  # the next one knows none of them
+        elif self._left:
+            records = [Record(Kind.CLOSE, number) for number in self._left]
+            if self._send(connection, records):
+                self._left.clear()
 
     def _tell(self, request: DraftRequest) -> None:
         connection = self._client.connection
@@ -239,6 +250,7 @@ class MirrorDrafter(Drafter):
         connection = self._client.connection
         if connection is not None:
             self._hear(connection)
+            self._close_left()
             long_ago = time.perf_counter() - _LAG_S
             waiting = [t for t in self._texts.values() if t.waits_for(connection)]
             if any(text.asked_at < long_ago for text in waiting):

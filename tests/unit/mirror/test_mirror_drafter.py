@@ -22,9 +22,11 @@ from sglang_ext.mirror import pacing
 from sglang_ext.mirror.exit_view import ExitView
 from sglang_ext.mirror.pacing import Pacing
 from sglang_ext.options import Options
+from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.tree import TokenTree
 from tests.eventually import eventually
 from tests.unit.mirror.tiny_lms import VOCAB, Reference, write_lm
+from tests.unit.step.test_planner import request as sglang_request
 
 WINDOW, KAPPA, OUTPUT = 5, 4, 40
 
@@ -101,17 +103,19 @@ class Target:
             time.sleep(0.05)  # the target's suffix
         for request, tree in zip(requests, trees, strict=True):
             tree.check(VOCAB)
-            text, more = [*request.prompt, *request.output], []
-            for token in tree.tokens.tolist():
-                said = self.next(text + more)
-                more.append(said)
-                if said != token:
-                    break
-            else:
-                more.append(self.next(text + more))
+            more = self.accepted([*request.prompt, *request.output], tree)
             self.accept_lengths.append(len(more))
             request.output.extend(more)
             drafter.observe(request, more)
+
+    def accepted(self, text: list[int], tree: TokenTree) -> list[int]:
+        """The target's own tokens as far as a chain foresees them, and the one behind."""
+        more: list[int] = []
+        for token in [*tree.tokens.tolist(), -1]:
+            more.append(self.next(text + more))
+            if more[-1] != token:
+                break
+        return more
 
     def _view(self, requests: Sequence[DraftRequest], trees: Sequence[TokenTree]) -> ExitView:
         width = 1 + max(map(len, trees))
@@ -175,6 +179,49 @@ def test_an_exit_is_passed_on_at_once(drafter, reference):
     for one in requests:
         drafter.finish(one, False)
     assert sorted(seconds)[5] < 1e-3
+
+
+def test_the_executor_forgets_requests_that_leave_whichever_way(drafter, reference):
+    finished, retracted = request("90"), request("91")
+    target = Target(reference, "")
+    for one in (finished, retracted):
+        one.output.append(target.next(one.prompt))
+        drafter.start(one)
+    drafter.propose([finished, retracted], 15)
+    eventually(lambda: drafter._heard() and drafter.counters["texts"] >= 2, 60)
+    drafter.finish(finished, False)
+    retracted.state = None  # as the scheduler drops it, no hook being called
+    eventually(lambda: drafter._heard() and drafter.counters["texts"] == 0, 60)
+
+
+def test_the_planner_drives_it_as_any_drafter(drafter, reference):
+    context = DrafterContext(VOCAB, Options(drafter="mirror", budget="fixed"))
+    plan = DraftPlanner(context, 16, 4, None, active=True, drafters={"mirror": drafter})
+    requests = [sglang_request(rid, [], ignore=1) for rid in "ab"]
+    target, outputs = Target(reference, ""), []
+    for number, req in enumerate(requests):
+        req.origin_input_ids_unpadded = request(str(80 + number)).prompt
+        req.sampling_params.ignore_eos = True
+    plan.prefill(requests)
+    for req in requests:
+        req.output_ids.append(target.next(req.origin_input_ids_unpadded))
+    for _ in range(4):
+        drafter._pacing = Pacing()
+        running = plan.requests.update(requests, None)
+        trees, width = plan.plan(running)
+        assert width == WINDOW + 1
+        for req, tree in zip(requests, trees, strict=True):
+            text = [*req.origin_input_ids_unpadded, *req.output_ids]
+            req.output_ids += target.accepted(text, tree)
+    for req in requests:
+        outputs.append(list(req.output_ids))
+        req.output_ids_through_stop = list(req.output_ids)
+        plan.finish(req.rid)
+        expected = reference.continued(req.origin_input_ids_unpadded, len(req.output_ids))
+        assert req.output_ids == expected
+    assert [len(output) for output in outputs] == [1 + 4 * (WINDOW + 1)] * 2
+    counters = drafter.counters
+    assert counters["draft_tokens"] > 0 and counters["hits"] + counters["fallbacks"] > 0
 
 
 def executor_pid(drafter: MirrorDrafter) -> int:
