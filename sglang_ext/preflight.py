@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sglang_ext import extras
 from sglang_ext.drafters import load_class
-from sglang_ext.drafters.mirror import settings_of
+from sglang_ext.mirror.executor_settings import settings_of
 from sglang_ext.models import ModelError, is_whisper
 from sglang_ext.options import Options
 from sglang_ext.plugin import ALGORITHM

@@ -6,7 +6,6 @@ and where the outcome was not foreseen, the step waits for a fresh rollout: ordi
 decoding with a draft model. The executor is `sglang_ext.mirror.executor`.
 """
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from itertools import count
@@ -18,25 +17,20 @@ from numpy.typing import NDArray
 from sglang_ext import models
 from sglang_ext.drafters import Drafter, DrafterContext, DrafterError, DraftRequest
 from sglang_ext.mirror import messages
-from sglang_ext.mirror.draft_devices import DraftDevice
 from sglang_ext.mirror.executor_client import (
     Connection,
     ExecutorClient,
     ExecutorError,
-    ExecutorSettings,
 )
+from sglang_ext.mirror.executor_settings import check_tokenizer, settings_of
 from sglang_ext.mirror.exit_view import ExitView
-from sglang_ext.mirror.lm_loading import DraftModelError, config_of
+from sglang_ext.mirror.lm_loading import DraftModelError
 from sglang_ext.mirror.messages import Kind
 from sglang_ext.mirror.mirrored_text import MirroredText
 from sglang_ext.mirror.pacing import Pacing
 from sglang_ext.mirror.payoff import kappa_for
 from sglang_ext.mirror.shared_ring import ChannelError, Record
-from sglang_ext.models.tokenizers import fingerprint
-from sglang_ext.options import Options
 from sglang_ext.tree import TokenTree
-
-logger = logging.getLogger(__name__)
 
 # An executor that owes an answer for so long is started again.
 _LAG_S = 30.0
@@ -54,8 +48,9 @@ class MirrorDrafter(Drafter):
         self._mirrors = context.options.mirror_exit
         self._vocab_size = context.vocab_size
         try:
-            self._client = ExecutorClient(settings_of(context.options))
-            _check_tokenizer(context)
+            settings = settings_of(context.options)
+            check_tokenizer(settings.model, context.tokenizer_fingerprint)
+            self._client = ExecutorClient(settings)
             self._client.start()
         except (models.ModelError, DraftModelError, ExecutorError, ValueError) as error:
             name = context.options.draft_model
@@ -284,37 +279,3 @@ class MirrorDrafter(Drafter):
 
 
 _COUNTERS = ("hits", "fallbacks", "plain", "late", "waited_seconds")
-
-
-def settings_of(options: Options) -> ExecutorSettings:
-    """How the options want the executor run.
-
-    Raises:
-        models.ModelError, DraftModelError, ValueError: they cannot be met.
-    """
-    if not options.draft_model:
-        raise ValueError("--draft-model is missing: a folder or a name of `sglang-ext models list`")
-    folder = models.resolve(options.draft_model)
-    config_of(folder)
-    device = DraftDevice.parse(options.mirror_device)
-    on_cpu = device.torch_name == "cpu"
-    weights = options.mirror_weights
-    return ExecutorSettings(
-        model=folder,
-        weights=("int4" if on_cpu else "bf16") if weights == "auto" else weights,
-        device=options.mirror_device,
-        window=options.mirror_window,
-        cache_mb=options.mirror_cache_mb,
-        guesses=options.mirror_draft_retrieval,
-    )
-
-
-def _check_tokenizer(context: DrafterContext) -> None:
-    """Raise ValueError unless the draft model has the target's tokenizer."""
-    if not context.tokenizer_fingerprint:
-        return  # the server was started without one
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(models.resolve(context.options.draft_model))
-    if fingerprint(tokenizer) != context.tokenizer_fingerprint:
-        raise ValueError("its tokenizer is not the target's; expected a model of the same family")

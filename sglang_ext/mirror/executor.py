@@ -4,7 +4,6 @@ It runs in a process of its own (draft_process.py). What it gets is checked befo
 it cannot follow it says so (UNKNOWN), and the drafter tells it the text anew.
 """
 
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,8 +21,6 @@ from sglang_ext.mirror.payoff import RowCosts
 from sglang_ext.mirror.rollouts import Rollouts
 from sglang_ext.mirror.shared_ring import Record
 from sglang_ext.mirror.tree_cache import ROOT
-
-logger = logging.getLogger(__name__)
 
 MOST_TEXTS = 1024
 _IDLE_S = 0.5

@@ -7,12 +7,12 @@ executor `connection` is None, and drafting goes on when there is one again.
 import contextlib
 import logging
 import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass
 
 from sglang_ext.mirror.channel import Channel
+from sglang_ext.mirror.executor_settings import ExecutorSettings
 from sglang_ext.mirror.messages import Kind
 from sglang_ext.mirror.shared_ring import ChannelError, Record
 from sglang_ext.servers import processes
@@ -30,36 +30,6 @@ _STOP_GRACE_S = 1.0
 
 class ExecutorError(RuntimeError):
     """The executor's process cannot be used; the message says why."""
-
-
-@dataclass(frozen=True)
-class ExecutorSettings:
-    """How an executor is run.
-
-    Attributes:
-        model: the draft model's folder.
-        weights: one of weight_formats.FORMATS.
-        device: as DraftDevice.parse takes it.
-        window: tokens of a continuation (gamma).
-        cache_mb: MiB for keys and values.
-        guesses: whether retrieval drafts for the draft model.
-    """
-
-    model: str
-    weights: str
-    device: str
-    window: int
-    cache_mb: float
-    guesses: bool
-
-    def command(self, channel: str) -> list[str]:
-        """The process's command line."""
-        return [
-            *(sys.executable, "-m", "sglang_ext.mirror.draft_process"),
-            *("--channel", channel, "--model", self.model, "--weights", self.weights),
-            *("--device", self.device, "--window", str(self.window)),
-            *("--cache-mb", str(self.cache_mb), "--guesses", str(int(self.guesses))),
-        ]
 
 
 @dataclass(eq=False)
