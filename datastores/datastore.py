@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from .config import DatastoreError, DatastoreInUse
 from .container import Container, write_container
+from .corpus_names import corpus_key, may_read, namespace_and_name, shown_name
 from .durable import DurableCollection, DurableOptions
 from .folder import Folder
 from .following import FollowingCollection
@@ -60,7 +61,7 @@ class DatastoreInfo:
     num_documents: int
     sub_indices: int
     corpora: dict[str, int]
-    """Tokens by shared corpus."""
+    """Tokens by corpus, one of a namespace under NAMESPACE/NAME."""
     namespaces: dict[str, int]
     """Tokens of served outputs by namespace."""
     building: tuple[str, ...]
@@ -93,10 +94,10 @@ class DatastoreInfo:
 class Datastore:
     """Documents of token ids whose parts can be found by what precedes them. Thread-safe.
 
-    A search reads the shared corpora and the served outputs of one namespace, in a snapshot that
-    never changes; it waits for nobody. What add() brings is searchable within a fraction of a
-    second. With a folder (open()), it is in a log before add() returns, and in sub-index files
-    later, written by a background process.
+    A search reads the shared corpora, and the corpora and served outputs of one namespace, in a
+    snapshot that never changes; it waits for nobody. What add() brings is searchable within a
+    fraction of a second. With a folder (open()), it is in a log before add() returns, and in
+    sub-index files later, written by a background process.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Datastore:
         self._folder = folder
         self._lock = threading.Lock()  # for _corpora, _dropped
         self._dropped = 0
-        self._snapshots: dict[str, Snapshot] = {}
+        self._snapshots: dict[tuple[str, frozenset[str] | None], Snapshot] = {}
         self._corpora: dict[str, tuple[Segment, ...]] = {}
         logs = LogOptions(
             _whole("live_buffer_tokens", live_buffer_tokens, 1, 1 << 30),
@@ -251,13 +252,15 @@ class Datastore:
         self._served.fold(timeout)
 
     def delete_namespace(self, namespace: str) -> int:
-        """Removes a namespace's documents from memory and disk; returns how many tokens.
+        """Removes a namespace's documents and corpora from memory and disk; returns their tokens.
 
         Raises DeletionPending if a file cannot be rewritten, or not within 50 seconds; searches
         find nothing all the same, and it is tried again until it can, also after a restart.
         """
         check_name("namespace", namespace)
-        return self._served.delete(namespace, None)
+        bound = [k for k in self._all_corpora() if namespace_and_name(k)[0] == namespace]
+        tokens = sum(self._remove_corpus(key) for key in bound)
+        return tokens + self._served.delete(namespace, None)
 
     def delete_document(self, name: str, namespace: str | None = None) -> int:
         """Removes what was added under a name, in one namespace or all; as delete_namespace()."""
@@ -286,73 +289,98 @@ class Datastore:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # -- shared corpora --------------------------------------------------------------------
+    # -- corpora ---------------------------------------------------------------------------
 
-    def add_corpus(self, name: str, documents: Iterable[TokenIds]) -> int:
+    def add_corpus(
+        self, name: str, documents: Iterable[TokenIds], namespace: str | None = None
+    ) -> int:
         """Builds a corpus in the calling thread; searchable as a whole, and kept, on return.
 
-        For all namespaces. Returns its number of tokens. Raises DatastoreError if the name is
-        taken, a document is invalid, there is no text, all corpora would exceed
-        max_corpus_tokens, or the file cannot be written. For large ones see CorpusBuilder.
+        namespace: the only one that reads it, and with which it is deleted; None: all read it.
+        Returns its number of tokens. Raises DatastoreError if the name is taken, a document is
+        invalid, there is no text, all corpora would exceed max_corpus_tokens, or the file cannot
+        be written. For large ones see CorpusBuilder.
         """
         check_name("corpus", name)
+        if namespace is not None:
+            check_name("namespace", namespace)
+        try:
+            key = corpus_key(name, namespace)
+        except ValueError as error:
+            raise DatastoreError(str(error)) from None
+        check_name("corpus", key)
         self._check_writable()
-        self._check_new_corpus(name, 0)
+        self._check_new_corpus(key, 0)
         segments: list[Segment] = []
         total = 0
         checked = (Document(tokens) for tokens in self._checked_each(documents))
         for segment in build_segments(checked, self.vocab_size, MAX_SEGMENT_TOKENS):
             segments.append(segment)
             total += segment.num_tokens
-            self._check_new_corpus(name, total)
+            self._check_new_corpus(key, total)
         if not segments:
             raise DatastoreError(f"corpus {name!r} holds no tokens")
         with self._lock:
-            self._check_new_corpus(name, total)  # others may have come meanwhile
+            self._check_new_corpus(key, total)  # others may have come meanwhile
             if self._folder is None:
-                self._corpora = {**self._corpora, name: tuple(segments)}
+                self._corpora = {**self._corpora, key: tuple(segments)}
             else:
-                self._write_corpus(self._folder, name, segments)
+                self._write_corpus(self._folder, key, segments)
         self._refresh()
         return total
 
-    def _write_corpus(self, folder: Folder, name: str, segments: list[Segment]) -> None:
+    def _write_corpus(self, folder: Folder, key: str, segments: list[Segment]) -> None:
         entries = []
         for segment in segments:
             file = folder.new_file_name()
-            content = Container(self.vocab_size, self.tokenizer_fingerprint, ((name, segment),))
+            content = Container(self.vocab_size, self.tokenizer_fingerprint, ((key, segment),))
             write_container(folder.file_path(file), content)
-            entries.append(FileEntry(file, segment.num_tokens, name))
+            entries.append(FileEntry(file, segment.num_tokens, key))
         folder.publish(add=entries)
 
     def remove_corpus(self, name: str) -> None:
-        """Removes a corpus from memory and disk; DatastoreError if there is none of the name."""
+        """Removes a corpus from memory and disk, by the name that list_corpora() has; raises
+        DatastoreError if there is none of the name."""
+        self._check_writable()
+        keys = {shown_name(key): key for key in self._all_corpora()}
+        if name not in keys:
+            known = ", ".join(map(repr, keys)) or "none"
+            raise DatastoreError(f"there is no corpus {name!r}; there are: {known}")
+        self._remove_corpus(keys[name])
+
+    def _remove_corpus(self, key: str) -> int:
         self._check_writable()
         with self._lock:
-            if name not in self.list_corpora():
-                known = ", ".join(map(repr, self.list_corpora())) or "none"
-                raise DatastoreError(f"there is no corpus {name!r}; there are: {known}")
+            tokens = sum(s.num_tokens for s in self._all_corpora().get(key, ()))
             if self._folder is None:
-                self._corpora = {k: v for k, v in self._corpora.items() if k != name}
+                self._corpora = {k: v for k, v in self._corpora.items() if k != key}
             else:
-                gone = [file for file in self._folder.files if file.entry.corpus == name]
+                gone = [file for file in self._folder.files if file.entry.corpus == key]
                 building = {**self._folder.manifest.building}
-                building.pop(name, None)
+                building.pop(key, None)
                 self._folder.publish(remove=gone, building=building)
         self._refresh()
+        return tokens
 
     def list_corpora(self) -> dict[str, int]:
-        """Tokens of each shared corpus."""
+        """Tokens of each corpus, one of a namespace under NAMESPACE/NAME."""
         corpora = self._all_corpora()
-        return {name: sum(s.num_tokens for s in segments) for name, segments in corpora.items()}
+        return {
+            shown_name(k): sum(s.num_tokens for s in segments) for k, segments in corpora.items()
+        }
+
+    def corpus_names(self) -> list[tuple[str | None, str]]:
+        """Each corpus's namespace (None: everybody reads it) and name."""
+        return [namespace_and_name(key) for key in self._all_corpora()]
 
     def _all_corpora(self) -> dict[str, tuple[Segment, ...]]:
         return self._corpora if self._folder is None else self._folder.corpora()
 
-    def _check_new_corpus(self, name: str, tokens: int) -> None:
-        taken = name in self._all_corpora()
+    def _check_new_corpus(self, key: str, tokens: int) -> None:
+        name = shown_name(key)
+        taken = name in map(shown_name, self._all_corpora())
         if self._folder is not None:
-            taken |= any(file.entry.corpus == name for file in self._folder.files)
+            taken |= any(file.entry.corpus == key for file in self._folder.files)
         if taken:
             raise DatastoreError(f"corpus {name!r} exists already; remove it first")
         total = tokens + sum(self.list_corpora().values())
@@ -364,16 +392,23 @@ class Datastore:
 
     # -- reading ---------------------------------------------------------------------------
 
-    def snapshot(self, namespace: str = DEFAULT_NAMESPACE) -> Snapshot:
-        """What a request of a namespace may read now; never changes afterwards."""
+    def snapshot(
+        self, namespace: str = DEFAULT_NAMESPACE, corpora: Collection[str] | None = None
+    ) -> Snapshot:
+        """What a request of a namespace may read now; never changes afterwards.
+
+        corpora: names of those that it wants, of the shared ones and its namespace's; None: all.
+        """
         known = self._snapshots  # replaced whenever anything changes
-        found = known.get(namespace)
+        chosen = None if corpora is None else frozenset(corpora)
+        found = known.get((namespace, chosen))
         if found is None:
-            static = tuple(s for segments in self._all_corpora().values() for s in segments)
+            read = (v for k, v in self._all_corpora().items() if may_read(k, namespace, chosen))
+            static = tuple(s for segments in read for s in segments)
             found = Snapshot(self._served.segments_of(namespace), static, self.vocab_size)
             if len(known) >= _MOST_SNAPSHOTS:  # while nothing changes, anybody may name new ones
                 known.clear()
-            known[namespace] = found
+            known[namespace, chosen] = found
         return found
 
     def info(self) -> DatastoreInfo:

@@ -14,6 +14,7 @@ from collections.abc import Sequence  # noqa: E402
 
 from sglang_ext import __version__, commands, models, options  # noqa: E402
 from sglang_ext.preflight import PreflightError, check_launch  # noqa: E402
+from sglang_ext.servers.flag_names import resolved  # noqa: E402
 from sglang_ext.servers.flags import flag_value, set_flag  # noqa: E402
 
 USAGE_ERROR = 2
@@ -70,8 +71,11 @@ def _prepare(args: argparse.Namespace):
     Raises:
         OptionError, ModelError, PreflightError, ValueError: what is wrong, in one line.
     """
+    argv, named = resolved(args.rest)
+    for option, value in named.items():
+        if getattr(args, option) is None:
+            setattr(args, option, value)
     chosen = options.export_flags(args, os.environ)
-    argv = list(args.rest)
     if argv and not argv[0].startswith("-"):
         argv = ["--model-path", *argv]
     model = flag_value(argv, "--model-path", "--model")

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
 
+from sglang_ext.servers.flag_names import flags_of
+
 ENV_PREFIX = "SGLANG_EXT_"
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -296,7 +298,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sglang-ext")
     for option in fields(Options):
         group.add_argument(
-            "--" + option.name.replace("_", "-"),
+            *flags_of(option.name),
             metavar=type(option.default).__name__.upper(),
             help=f"{option.metadata['help']} [{option.default!r}; {env_name(option.name)}]",
         )

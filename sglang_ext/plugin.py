@@ -10,12 +10,12 @@ from typing import Any
 
 from sglang_ext import sglang_points
 from sglang_ext.options import Options
+from sglang_ext.servers.flag_names import ALGORITHM
 from sglang_ext.sglang_points.hooking import assign, hook, refusal
 from sglang_ext.whisper import audio_processor
 
 logger = logging.getLogger(__name__)
 
-ALGORITHM = "SSSD"
 # Root included; on a CPU, past this the forward pass costs more than it can gain.
 DEFAULT_DRAFT_TOKENS = 16
 # Whole utterances and sentences are drafted, with branches beside them.
@@ -75,9 +75,11 @@ def _register() -> None:
     grammar_cache.register(_is_ours, lambda: Options.from_env().grammar_cache_mb)
     if multiprocessing.parent_process() is None or in_http_worker:
         from sglang_ext.admission import hooks as admission
+        from sglang_ext.api import predicted_outputs
         from sglang_ext.step import relaxed_info
 
         admission.register(_is_ours)
+        predicted_outputs.register(_is_ours)
         relaxed_info.register()
     _open_corpus_endpoints()
     _widen_request_rows()
@@ -175,7 +177,7 @@ def _check_request_options() -> None:
     from sglang_ext.admission.sampling_params import check_custom_params
     from sglang_ext.api.namespaces import with_header
     from sglang_ext.drafters import load_class
-    from sglang_ext.request_options import RequestOptions
+    from sglang_ext.request_options import RequestOptions, flattened
 
     @cache
     def options() -> Options:
@@ -189,7 +191,8 @@ def _check_request_options() -> None:
         if not _is_ours():
             return
         check_custom_params(params.custom_params)
-        params.custom_params = with_header(params.custom_params, options().namespace_header)
+        given = flattened(params.custom_params)
+        params.custom_params = with_header(given, options().namespace_header)
         if params.custom_params:
             asked = RequestOptions.parse(params.custom_params, options().loaded_drafters())
             check_relaxed(asked, params, options())

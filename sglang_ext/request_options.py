@@ -21,10 +21,16 @@ NO_DRAFTER = "none"
 
 MOST_TOP_BETA, MOST_TAU = 32, 10.0
 """Bounds of a relaxed rule: past them, drafts would be written whatever the target says."""
+NESTED = "sglang_ext"
+"""The key of custom_params that may hold all of ours."""
 
 _NAMESPACE = r"[A-Za-z0-9._:@-]{1,128}"
 # What a file name, a log line and a URL can all carry; request ids are shorter.
 _INGEST_NAME = r"[!-~]{1,256}"
+_MOST_CORPORA = 32
+_LONGEST_CORPUS = 512
+LONGEST_PREDICTION = 1 << 18
+"""Characters."""
 _EXPECTED = {
     "draft_length": "a whole number of at least 0",
     "budget": "auto or fixed",
@@ -36,7 +42,12 @@ _EXPECTED = {
     "relaxed.top_beta": f"a whole number of 1 to {MOST_TOP_BETA}",
     "relaxed.tau": f"a number from 0 to {MOST_TAU:g}",
     "relaxed.by": "target or drafter",
+    "corpora": f"a list of at most {_MOST_CORPORA} names of corpora",
+    "prediction": f"text of at most {LONGEST_PREDICTION} characters",
 }
+
+
+_CorpusName = Annotated[str, StringConstraints(min_length=1, max_length=_LONGEST_CORPUS)]
 
 
 class RequestOptionError(ValueError):
@@ -76,6 +87,10 @@ class RequestOptions(BaseModel):
         ingest_name: the name under which its output can be deleted; None: the request's id.
         relaxed: which drafted tokens are accepted beside the target's own; None: none, the output
             is the target's.
+        corpora: names of the corpora that it drafts from, of the shared ones and its namespace's;
+            none of them: it drafts from no corpus. None: all that it may read.
+        prediction: what it will write, as the client expects; a draft. Schedulers get its tokens
+            instead (admission/predictions.py). None: nothing.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
@@ -88,6 +103,8 @@ class RequestOptions(BaseModel):
     namespace: Annotated[str, StringConstraints(pattern=f"^{_NAMESPACE}$")] = DEFAULT_NAMESPACE
     ingest_name: Annotated[str, StringConstraints(pattern=f"^{_INGEST_NAME}$")] | None = None
     relaxed: RelaxedRule | None = None
+    corpora: Annotated[tuple[_CorpusName, ...], Field(max_length=_MOST_CORPORA)] | None = None
+    prediction: Annotated[str, StringConstraints(max_length=LONGEST_PREDICTION)] | None = None
 
     @field_validator("drafter", mode="before")
     @classmethod
@@ -100,6 +117,11 @@ class RequestOptions(BaseModel):
     @classmethod
     def _default_where_none(cls, namespace: Any) -> Any:
         return DEFAULT_NAMESPACE if namespace is None else namespace
+
+    @field_validator("corpora", mode="before")
+    @classmethod
+    def _as_json_has_them(cls, corpora: Any) -> Any:
+        return tuple(corpora) if isinstance(corpora, list) else corpora
 
     @classmethod
     def parse(cls, params: Mapping[str, Any] | None, drafters: Collection[str]) -> "RequestOptions":
@@ -116,7 +138,8 @@ class RequestOptions(BaseModel):
             return cls.model_validate(dict(params or {}), context=names)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
-        name, value = ".".join(map(str, first["loc"])), first["input"]
+        name = ".".join(part for part in first["loc"] if isinstance(part, str))
+        value = first["input"]
         if first["type"] == "extra_forbidden":
             known = ", ".join(RelaxedRule.model_fields)
             raise RequestOptionError(
@@ -124,6 +147,32 @@ class RequestOptions(BaseModel):
             )
         expected = f"one of {', '.join(names)}" if name == "drafter" else _EXPECTED[name]
         raise RequestOptionError(f"custom_params.{name} must be {expected}, got {shown(value)}")
+
+
+def flattened(params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A request's `custom_params`, with the keys of its object `sglang_ext` beside the others.
+
+    `custom_params` is a bag that custom logit processors use as well; who wants ours apart from
+    theirs puts them into an object of this name.
+
+    Raises:
+        RequestOptionError: it is no object, or a key stands in both with different values.
+    """
+    nested = (params or {}).get(NESTED)
+    if params is None or NESTED not in params:
+        return params
+    flat = {key: value for key, value in params.items() if key != NESTED}
+    if nested is None:
+        return flat
+    if not isinstance(nested, Mapping):
+        raise RequestOptionError(f"custom_params.{NESTED} must be an object, got {shown(nested)}")
+    for key, value in nested.items():
+        if key in flat and flat[key] != value:
+            raise RequestOptionError(
+                f"custom_params.{NESTED}.{shown(key)[1:-1]} contradicts custom_params."
+                f"{shown(key)[1:-1]}: send one of them"
+            )
+    return {**flat, **nested}
 
 
 def check_namespace(name: Any, field: str) -> str:

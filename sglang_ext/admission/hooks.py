@@ -7,7 +7,9 @@ from typing import Any
 from sglang_ext import sglang_points
 from sglang_ext.admission.cache_salts import name_by_salts
 from sglang_ext.admission.errors import AdmissionError, refusing
+from sglang_ext.admission.predictions import bring_tokens, tokenize_early
 from sglang_ext.admission.requests import Limits, RequestCheck
+from sglang_ext.api.datastore.known_corpora import check_corpora
 from sglang_ext.options import Options
 from sglang_ext.sglang_points.hooking import hook
 
@@ -40,14 +42,19 @@ def register(is_ours: Callable[[], bool]) -> None:
             _check().tokenized(made, prompt_is_tokens=made.mm_inputs is None)
         if _options().salt_namespaces:
             name_by_salts(made, _options().namespace_key)
+        check_corpora(made)
+        bring_tokens(made, getattr(manager, "tokenizer", None))
         return made
 
-    def convert(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def convert(original: Any, serving: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours():
-            return original(*args, **kwargs)
+            return original(serving, *args, **kwargs)
         try:
             with refusing("its messages cannot be rendered"):
-                return original(*args, **kwargs)
+                made = original(serving, *args, **kwargs)
+            # SGLang is off the event loop here, and later it is not.
+            tokenize_early(made[0], serving.tokenizer_manager.tokenizer)
+            return made
         except UnicodeError as error:
             raise AdmissionError(f"the request has text without an encoding: {error}") from None
 

@@ -263,6 +263,18 @@ class Drafter(ABC):
         """
         return 0
 
+    def add_bound_corpus(
+        self, namespace: str, name: str, documents: Sequence[Sequence[int]]
+    ) -> int:
+        """As `add_corpus`, for requests of one namespace alone; `forget` of it forgets it too.
+
+        It is listed, and removed, as NAMESPACE/NAME. A drafter without this gets no such corpora.
+
+        Raises:
+            ValueError: it cannot be taken; the client gets the message.
+        """
+        return 0
+
     def remove_corpus(self, name: str) -> None:
         """Draft from a named corpus no more; in another thread."""
 

@@ -24,7 +24,8 @@ _FURTHER = 0.85
 _AGREED = 0.97
 # Runs further than this from where the outputs parted are chance.
 _FAR = 12
-_LONGEST_RUN = len(_BEHIND_RUN)
+LONGEST_RUN = len(_BEHIND_RUN)
+"""Tokens of a run that are looked at."""
 
 
 @dataclass
@@ -48,8 +49,22 @@ class PreviousOutput:
     def follow(self, output: Sequence[int]) -> None:
         """Take in the new output, which begins with what was followed before."""
         for end in range(self._seen + 1, len(output) + 1):
-            self._step(output[:end])
+            self.step(output[max(0, end - LONGEST_RUN) : end])
         self._seen = max(self._seen, len(output))
+
+    @property
+    def place(self) -> int:
+        """Where in `tokens` the new output goes on, as far as is known."""
+        return self._next
+
+    @property
+    def run(self) -> int:
+        """How many tokens in front of `place` are the new output's last ones; 0 while it agrees."""
+        return self._run
+
+    def meet(self, place: int) -> None:
+        """The new output goes on at `place`: its last tokens are those in front of it."""
+        self.agreed, self._run, self._next = False, LONGEST_RUN, place
 
     def expected(self) -> Sequence[int]:
         """What is left of the previous output; nothing once the two have parted."""
@@ -69,7 +84,12 @@ class PreviousOutput:
         chains = [self._chain(self._next + by, first, max_nodes) for by, first in _BESIDE]
         return merged(chains, max_nodes)
 
-    def _step(self, output: Sequence[int]) -> None:
+    def step(self, output: Sequence[int]) -> None:
+        """Take in one more token of the new output.
+
+        Args:
+            output: its last tokens, at least LONGEST_RUN of them or all; the new one is the last.
+        """
         token = output[-1]
         if self.agreed and self._next < len(self.tokens) and self.tokens[self._next] == token:
             self._next += 1
@@ -87,7 +107,7 @@ class PreviousOutput:
     def _run_before(self, place: int, output: Sequence[int]) -> int:
         run = 0
         while (
-            run < min(_LONGEST_RUN, place, len(output))
+            run < min(LONGEST_RUN, place, len(output))
             and self.tokens[place - 1 - run] == output[-1 - run]
         ):
             run += 1

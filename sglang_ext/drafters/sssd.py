@@ -1,10 +1,12 @@
 """SSSD: drafts retrieved from the prompt, the request's own output and a live datastore.
 
-Source: SSSD (arXiv 2411.05894), Algorithms 1-3; the data structures are in `datastores`.
+Source: SSSD (arXiv 2411.05894), Algorithms 1-3; the data structures are in `datastores`. A request
+that brings a prediction (docs/prediction.md) is drafted from that first.
 """
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,21 @@ from datastores import (
     warm_up,
 )
 from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest
-from sglang_ext.tree import TokenTree
+from sglang_ext.drafters.predicted_text import PredictedText, tokens_of
+from sglang_ext.tree import TokenTree, merged
 
 logger = logging.getLogger(__name__)
 
 # The last prompt tokens go into the datastore with the output, so that its first tokens can be
 # retrieved too.
 PROMPT_TAIL = 16
+
+
+@dataclass
+class _State:
+    trie: InputTrie
+    predicted: PredictedText | None
+    """None: the request brought no prediction."""
 
 
 class RetrievalDrafter(Drafter):
@@ -38,6 +48,7 @@ class RetrievalDrafter(Drafter):
             max_samples=options.max_samples,
         )
         self.ingests = options.live_ingest
+        self._vocab_size = context.vocab_size
         self._datastore = open_datastore(context)
         self._bigrams: Bigrams | None = None
         warm_up(context.vocab_size)
@@ -63,7 +74,8 @@ class RetrievalDrafter(Drafter):
         for request in requests:
             trie = InputTrie(self.config)
             trie.extend(np.asarray(request.prompt, dtype=np.int64))
-            request.state = trie
+            expected = tokens_of(request.params, self._vocab_size)
+            request.state = _State(trie, PredictedText(expected) if expected else None)
 
     def start(self, request: DraftRequest) -> None:
         """Index the prompt; the output is indexed when it is searched."""
@@ -73,18 +85,41 @@ class RetrievalDrafter(Drafter):
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         """The likeliest continuations of each request, best first.
 
-        A request's drafts come from its own tokens and, unless it asks for these alone, from the
-        shared corpora and what its namespace was served before.
+        A request's drafts come from what it predicts; where it has none, or the two have parted,
+        from its own tokens and, unless it asks for these alone, from corpora (those that it
+        chooses, else all that its namespace may read) and what its namespace was served before.
         """
+        trees = [self._predicted(request, max_nodes) for request in requests]
+        rows = [i for i, r in enumerate(requests) if not self._agrees(r)]
+        if rows:
+            found = self._retrieve([requests[i] for i in rows], max_nodes)
+            for i, tree in zip(rows, found, strict=True):
+                trees[i] = merged([trees[i], tree], max_nodes) if len(trees[i]) else tree
+        return trees
+
+    @staticmethod
+    def _predicted(request: DraftRequest, max_nodes: int) -> TokenTree:
+        predicted = request.state.predicted
+        if predicted is None:
+            return TokenTree.empty()
+        predicted.follow(request.output)
+        return predicted.drafts(max_nodes)
+
+    @staticmethod
+    def _agrees(request: DraftRequest) -> bool:
+        predicted = request.state.predicted
+        return predicted is not None and predicted.agrees
+
+    def _retrieve(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         for request in requests:
             # Here and not in `observe`: one call for the tokens of several plain steps.
-            trie = request.state
+            trie = request.state.trie
             trie.extend(request.output[len(trie) - len(request.prompt) :])
-        namespaces = {r.options.namespace for r in requests}
-        snapshots = {name: self.datastore.snapshot(name) for name in namespaces}
+        read = {_reads(r) for r in requests if r.options.datastore}
+        snapshots = {what: self.datastore.snapshot(*what) for what in read}
         drafts = retrieve(
-            [r.state for r in requests],
-            [snapshots[r.options.namespace] if r.options.datastore else None for r in requests],
+            [r.state.trie for r in requests],
+            [snapshots[_reads(r)] if r.options.datastore else None for r in requests],
             max_nodes,
             self.config,
             bigrams=self._bigrams,
@@ -107,6 +142,12 @@ class RetrievalDrafter(Drafter):
         """Serve a named corpus beside the live outputs; returns its number of tokens."""
         return self.datastore.add_corpus(name, documents)
 
+    def add_bound_corpus(
+        self, namespace: str, name: str, documents: Sequence[Sequence[int]]
+    ) -> int:
+        """Serve a corpus to one namespace; returns its number of tokens."""
+        return self.datastore.add_corpus(name, documents, namespace)
+
     def remove_corpus(self, name: str) -> None:
         """Stop serving a named corpus."""
         self.datastore.remove_corpus(name)
@@ -114,6 +155,11 @@ class RetrievalDrafter(Drafter):
     def list_corpora(self) -> dict[str, int]:
         """Tokens by named corpus."""
         return self.datastore.list_corpora()
+
+
+def _reads(request: DraftRequest) -> tuple[str, tuple[str, ...] | None]:
+    """A request's namespace, and the corpora that it wants (None: all)."""
+    return request.options.namespace, request.options.corpora
 
 
 def open_datastore(context: DrafterContext) -> Datastore:

@@ -6,7 +6,7 @@ import numpy as np
 
 _FADE = 0.1
 # Row counts between these are interpolated.
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class RowCosts:

@@ -136,6 +136,12 @@ CONVERSIONS = tuple(
         "serving_rerank.OpenAIServingRerank", "serving_score.OpenAIServingScore",
     )
 )  # fmt: skip
+ANSWER = Point(
+    _OPENAI + "serving_base.OpenAIServingBase.handle_request", How.AROUND,
+    "api/predicted_outputs",
+    "`prediction` of chat completions, which SGLang's models of request and answer do not have",
+    takes="self, request, raw_request",
+)  # fmt: skip
 
 # Grammars.
 VOCAB_MASK = Point(

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,6 +76,11 @@ class _Series:
         made = self.gauges(name, text, "kind")
         return {kind: made.labels(**self.labels, kind=kind) for kind in kinds}
 
+    def by_position(self, name: str, text: str) -> Callable[[int], Any]:
+        """A counter for each position of a draft, which is there once it is asked for."""
+        made = self._counter(name, text, "position")
+        return lambda position: made.labels(**self.labels, position=str(position))
+
     def by_source(self, name: str, text: str) -> dict[int, Any]:
         """A counter for each bit of SOURCES."""
         made = self._counter(name, text, "source")
@@ -133,6 +138,20 @@ class SpeculationMetrics:
         self._accepted = series.by_source("accepted_tokens", "Drafted tokens that were accepted.")
         self._relaxed = series.counter(
             "relaxed_tokens", "Drafted tokens that only a request's relaxed rule accepted."
+        )
+        self._add_as_vllm_names_them(series)
+
+    def _add_as_vllm_names_them(self, series: _Series) -> None:
+        """vLLM's series of speculation (v1/spec_decode/metrics.py), under our prefix."""
+        self._drafts = series.counter("spec_decode_num_drafts", "Drafts that were verified.")
+        self._draft_tokens = series.counter(
+            "spec_decode_num_draft_tokens", "Their tokens, of all branches."
+        )
+        self._accepted_tokens = series.counter(
+            "spec_decode_num_accepted_tokens", "Those that were accepted."
+        )
+        self._accepted_at = series.by_position(
+            "spec_decode_num_accepted_tokens_per_pos", "Those at each depth of a draft, from 0."
         )
 
     def _add_budget(self, series: _Series) -> None:
@@ -234,8 +253,10 @@ class SpeculationMetrics:
             accepted: for each tree, bool[n] for its first n nodes, those that were verified.
         """
         counts: Counter[tuple[int, bool]] = Counter()
-        for tree, mask in zip(trees, accepted, strict=True):
-            self._accept_length.observe(1 + int(mask.sum()))
+        lengths = [int(mask.sum()) for mask in accepted]
+        self._note_drafts(sum(map(len, accepted)), lengths)
+        for tree, mask, length in zip(trees, accepted, lengths, strict=True):
+            self._accept_length.observe(1 + length)
             if tree.sources is not None:
                 counts.update(zip(tree.sources[: len(mask)].tolist(), mask.tolist(), strict=True))
         for bit in SOURCES:
@@ -243,6 +264,14 @@ class SpeculationMetrics:
             if proposed:
                 self._proposed[bit].inc(proposed)
                 self._accepted[bit].inc(sum(n for (s, a), n in counts.items() if a and s & bit))
+
+    def _note_drafts(self, tokens: int, lengths: Sequence[int]) -> None:
+        """Drafts of so many tokens were verified, of each of which a path so long was accepted."""
+        self._drafts.inc(len(lengths))
+        self._draft_tokens.inc(tokens)
+        self._accepted_tokens.inc(sum(lengths))
+        for depth in range(max(lengths, default=0)):
+            self._accepted_at(depth).inc(sum(length > depth for length in lengths))
 
 
 class BudgetLog:

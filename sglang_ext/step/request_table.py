@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from sglang_ext.budget.choice import Calibration
 from sglang_ext.drafters import DraftRequest
+from sglang_ext.drafters.predicted_text import TOKENS_KEY
 from sglang_ext.request_options import (
     NO_DRAFTER,
     RelaxedRule,
@@ -119,7 +120,9 @@ class RequestTable:
         self._running: dict[str, RunningRequest] = {}
         # Their prompts are read (here or elsewhere), their first step is still to come.
         self._prefilled: dict[str, RunningRequest] = {}
-        self._calibrations: dict[tuple[str, bool], Calibration] = {}
+        # By the drafter's name, whether a relaxed rule counts for the request, and whether it brings
+        # a prediction, which is drafted first: what is accepted there says nothing of the others.
+        self._calibrations: dict[tuple[str, bool, bool], Calibration] = {}
 
     def update(
         self, reqs: Sequence["Req"], pending: Sequence[Sequence[int]] | None
@@ -283,15 +286,15 @@ class RequestTable:
             draft,
             self._drafters.get(name),
             min(length, self._max_nodes),
-            self._calibration(name, relaxed is not None),
+            self._calibration(name, relaxed is not None, TOKENS_KEY in params),
             fixed_budget=options.budget == "fixed",
             ends=ending_tokens(req),
             relaxed=relaxed,
         )
 
-    def _calibration(self, drafter: str, relaxed: bool) -> Calibration:
-        """A request's own; what relaxed rules accept says nothing of the exact one."""
-        key = drafter if drafter in self._drafters else NO_DRAFTER, relaxed
+    def _calibration(self, drafter: str, relaxed: bool, predicts: bool) -> Calibration:
+        """A request's own."""
+        key = drafter if drafter in self._drafters else NO_DRAFTER, relaxed, predicts
         return self._calibrations.setdefault(key, Calibration()).for_request()
 
     def _append(self, known: RunningRequest, output_ids: Any, extra: Sequence[int]) -> None:

@@ -55,7 +55,9 @@ class Operations:
             "flush": self._flush,
             "delete_namespace": self._delete_namespace,
             "delete_request": self._delete_request,
+            "corpora": self._list_corpora,
             "add_corpus": self._add_corpus,
+            "remove_corpus": self._remove_corpus,
         }
 
     def __call__(self, request: Any) -> Any:
@@ -121,7 +123,21 @@ class Operations:
             raise ControlError("file must be in the control socket's folder")
         with np.load(path) as file:
             documents: list[Any] = np.split(file["tokens"], file["ends"][:-1])
-        return {"tokens": self._corpora.add(str(request.get("corpus")), documents)}
+        namespace = request.get("namespace")
+        if namespace is not None:
+            check_namespace(namespace, "namespace")
+        return {"tokens": self._corpora.add(str(request.get("corpus")), documents, namespace)}
+
+    def _list_corpora(self, _request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Each corpus of the datastore: its namespace (null: everybody's) and name."""
+        names = self._datastore.corpus_names()
+        return [{"namespace": namespace, "name": name} for namespace, name in names]
+
+    def _remove_corpus(self, request: Mapping[str, Any]) -> dict[str, int]:
+        name = str(request.get("corpus"))
+        tokens = self._corpora.tokens_by_name().get(name, 0)
+        self._corpora.remove(name)
+        return {"tokens": tokens}
 
 
 class ControlServer(socketserver.ThreadingUnixStreamServer):

@@ -1,4 +1,4 @@
-"""SGLang's /add_external_corpus, completed.
+"""SGLang's /add_external_corpus, completed; /datastore/corpora adds a namespace to it.
 
 SGLang reads and tokenizes a corpus on the HTTP server's event loop, which then answers nothing
 else, takes lines of any length, and sends the tokens through the scheduler's own queue. Here all
@@ -46,7 +46,7 @@ async def add_external_corpus(tokenizer: Any, request: Any, max_tokens: int) -> 
     from sglang.srt.managers.io_struct import AddExternalCorpusReqOutput
 
     try:
-        name, tokens, note = await asyncio.to_thread(_load, tokenizer, request, max_tokens)
+        name, tokens, note = await asyncio.to_thread(load, tokenizer, request, max_tokens)
     except (CorpusError, ControlError) as error:
         return AddExternalCorpusReqOutput(success=False, message=str(error))
     return AddExternalCorpusReqOutput(
@@ -57,7 +57,22 @@ async def add_external_corpus(tokenizer: Any, request: Any, max_tokens: int) -> 
     )
 
 
-def _load(tokenizer: Any, request: Any, max_tokens: int) -> tuple[str, int, str]:
+def load(
+    tokenizer: Any, request: Any, max_tokens: int, namespace: str | None = None
+) -> tuple[str, int, str]:
+    """Load a corpus; takes as long as that does.
+
+    Args:
+        tokenizer, request, max_tokens: as in `add_external_corpus`.
+        namespace: whose requests alone draft from it; None: all.
+
+    Returns:
+        its name, its tokens, and a note for the client about what was left out.
+
+    Raises:
+        CorpusError: it cannot be read.
+        ControlError: it is not taken.
+    """
     name = request.corpus_id or uuid.uuid4().hex
     if not isinstance(name, str):
         raise CorpusError(f"corpus_id must be a string, got {shown(name)}")
@@ -69,8 +84,9 @@ def _load(tokenizer: Any, request: Any, max_tokens: int) -> tuple[str, int, str]
         raise CorpusError("another corpus is being loaded; try again when it is done")
     try:
         for info in call_all("info"):
-            if name in info["corpora"]:
-                raise CorpusError(f"corpus {name!r} exists already; remove it first")
+            listed = name if namespace is None else f"{namespace}/{name}"
+            if listed in info["corpora"]:
+                raise CorpusError(f"corpus {listed!r} exists already; remove it first")
         texts = (
             _checked(request.documents)
             if request.documents is not None
@@ -81,7 +97,7 @@ def _load(tokenizer: Any, request: Any, max_tokens: int) -> tuple[str, int, str]
         if not documents:
             raise CorpusError(f"corpus {name!r} holds no text")
         note = f" (truncated: exceeded {max_tokens} token limit)" if cut else ""
-        return name, _hand_over(name, documents), note
+        return name, _hand_over(name, documents, namespace), note
     finally:
         _loading.release()
 
@@ -169,7 +185,7 @@ def _tokenized(
     return documents, False
 
 
-def _hand_over(name: str, documents: Sequence[np.ndarray]) -> int:
+def _hand_over(name: str, documents: Sequence[np.ndarray], namespace: str | None) -> int:
     handle, path = tempfile.mkstemp(dir=protocol.folder(), suffix=".npz")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -178,7 +194,8 @@ def _hand_over(name: str, documents: Sequence[np.ndarray]) -> int:
                 tokens=np.concatenate(documents),
                 ends=np.cumsum([len(d) for d in documents]),
             )
-        results = call_all("add_corpus", _LOAD_TIMEOUT_S, corpus=name, file=path)
+        asked = {"corpus": name, "file": path, "namespace": namespace}
+        results = call_all("add_corpus", _LOAD_TIMEOUT_S, **asked)
         return results[0]["tokens"]
     except OSError as error:
         raise CorpusError(f"no room for the corpus in {protocol.folder()}: {error}") from None

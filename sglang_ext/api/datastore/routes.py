@@ -6,6 +6,9 @@ GET    /datastore/namespaces               tokens by namespace
 POST   /datastore/namespaces/name          the name of the namespace of a cache_salt, an extra_key
 DELETE /datastore/namespaces/{namespace}   forget a tenant
 DELETE /datastore/requests/{rid}           forget one request's output, or a translation session
+GET    /datastore/corpora                  named corpora, and whose they are
+POST   /datastore/corpora                  add one, for all or for one namespace
+DELETE /datastore/corpora/{corpus}         remove one
 """
 
 import asyncio
@@ -19,10 +22,12 @@ from pydantic import BaseModel
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_ext.admission.cache_salts import salt_namespace
+from sglang_ext.api.datastore import corpora
 from sglang_ext.api.datastore.control import ControlError
 from sglang_ext.api.datastore.control_client import call_all
-from sglang_ext.api.http import ApiError
+from sglang_ext.api.http import ApiError, tokenizer_manager
 from sglang_ext.options import Options
+from sglang_ext.request_options import RequestOptionError, check_namespace
 
 
 class Salts(BaseModel):
@@ -30,6 +35,15 @@ class Salts(BaseModel):
 
     cache_salt: str | None = None
     extra_key: str | None = None
+
+
+class NewCorpus(BaseModel):
+    """A corpus to add: SGLang's fields of /add_external_corpus, and whose it is."""
+
+    corpus_id: str | None = None
+    namespace: str | None = None
+    documents: list[str] | None = None
+    file_path: str | None = None
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
@@ -77,6 +91,39 @@ async def delete_request(request: Request, rid: str, namespace: str | None = Non
     return await _answer("delete_request", _deleted, rid=rid, namespace=namespace)
 
 
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def list_corpora() -> JSONResponse:
+    """Each corpus: its namespace (null: everybody's) and name."""
+    return await _answer("corpora", lambda ranks: {"corpora": ranks[0]})
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def add_corpus(corpus: NewCorpus) -> JSONResponse:
+    """Add a corpus, for all namespaces or for one; answers when it can be drafted from."""
+    from sglang.srt.runtime_context import get_spec
+
+    limit = get_spec().speculative_ngram_external_corpus_max_tokens
+    try:
+        if corpus.namespace is not None:
+            check_namespace(corpus.namespace, "namespace")
+        tokenizer = tokenizer_manager().tokenizer
+        name, tokens, note = await asyncio.to_thread(
+            corpora.load, tokenizer, corpus, limit, corpus.namespace
+        )
+    except (corpora.CorpusError, RequestOptionError) as error:
+        return ApiError(str(error), code=400).response()
+    except ControlError as error:
+        return ApiError(str(error), error.status, code=error.status).response()
+    added = {"namespace": corpus.namespace, "name": name, "tokens": tokens}
+    return JSONResponse(added | ({"note": note.strip()} if note else {}))
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def remove_corpus(corpus: str) -> JSONResponse:
+    """Remove a corpus: by its name, one of a namespace by NAMESPACE/NAME."""
+    return await _answer("remove_corpus", _deleted, corpus=corpus)
+
+
 def add_routes(app: FastAPI) -> None:
     """Add the routes to SGLang's application.
 
@@ -90,6 +137,9 @@ def add_routes(app: FastAPI) -> None:
         ("POST", "/datastore/namespaces/name", namespace_name),
         ("DELETE", "/datastore/namespaces/{namespace}", delete_namespace),
         ("DELETE", "/datastore/requests/{rid:path}", delete_request),
+        ("GET", "/datastore/corpora", list_corpora),
+        ("POST", "/datastore/corpora", add_corpus),
+        ("DELETE", "/datastore/corpora/{corpus:path}", remove_corpus),
     ):
         app.add_api_route(path, endpoint, methods=[method])
     app.add_exception_handler(json.JSONDecodeError, _not_json)

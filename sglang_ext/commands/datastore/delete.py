@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from datastores import Datastore, DatastoreError
+from datastores.corpus_names import shown_name
 from datastores.folder import Folder
 from sglang_ext.commands.datastore.build_progress import Waiting
 
@@ -55,13 +56,14 @@ def _delete_corpora(folder: str, name: str | None) -> str:
         tokens = {corpus: 0 for corpus in building}
         for file in opened.files:
             if file.entry.corpus is not None:
-                tokens[file.entry.corpus] = tokens.get(file.entry.corpus, 0) + file.entry.tokens
+                corpus = shown_name(file.entry.corpus)
+                tokens[corpus] = tokens.get(corpus, 0) + file.entry.tokens
         if name is not None and name not in tokens:
             known = ", ".join(map(repr, tokens)) or "none"
             raise DatastoreError(f"there is no corpus {name!r} in {folder}; there are: {known}")
         gone = list(building) if name is None else [name]
         opened.publish(
-            remove=[file for file in opened.files if file.entry.corpus in gone],
+            remove=[file for file in opened.files if shown_name(file.entry.corpus or "") in gone],
             building={k: v for k, v in building.items() if k not in gone},
         )
     finally:

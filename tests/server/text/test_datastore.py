@@ -255,6 +255,39 @@ def test_corpora_are_checked_before_they_are_loaded(server, tmp_path):
     assert admin(server, "POST", "/remove_external_corpus", json={"corpus_id": "x"}).is_success
 
 
+def test_a_namespaces_corpus_drafts_for_it_alone_and_for_who_chooses_it(server):
+    alone = {"ingest": False, "budget": "fixed"}
+    text = PROMPT + ask(server, **alone, namespace="nobody")["text"]
+    mine = {"corpus_id": "answers", "namespace": "owner", "documents": [text]}
+    added = admin(server, "POST", "/datastore/corpora", json=mine)
+    assert added.is_success and added.json()["namespace"] == "owner", added.text
+    others = {"corpus_id": "others", "documents": ["Something else. " * 9]}
+    assert admin(server, "POST", "/datastore/corpora", json=others).is_success
+    assert admin(server, "POST", "/datastore/corpora", json=mine).status_code == 400
+    listed = admin(server, "GET", "/datastore/corpora").json()["corpora"]
+    assert {"namespace": "owner", "name": "answers"} in listed
+    assert {"namespace": None, "name": "others"} in listed
+
+    def drafted(namespace, **params):
+        answer = ask(server, **alone, namespace=namespace, **params)
+        assert PROMPT + answer["text"] == text
+        return answer["meta_info"]["spec_accept_length"]
+
+    for helped in (drafted("owner"), drafted("owner", corpora=["answers"])):
+        for bare in (drafted("owner", corpora=[]), drafted("thief", corpora=["others"])):
+            assert helped > 2 + bare
+    assert drafted("thief") < drafted("owner") - 2
+    for namespace in ("thief", "default"):
+        sampling = {"custom_params": {"corpora": ["answers"], "namespace": namespace}}
+        refused = generate(server, text="a", sampling_params=sampling)
+        assert refused.status_code == 400 and "no corpus 'answers'" in refused.text
+        assert "'others'" in refused.text
+    assert admin(server, "DELETE", "/datastore/namespaces/owner").json()["deleted_tokens"] > 0
+    assert admin(server, "DELETE", "/datastore/corpora/others").json()["deleted_tokens"] > 0
+    assert admin(server, "DELETE", "/datastore/corpora/owner/answers").status_code == 400
+    assert admin(server, "GET", "/datastore/corpora").json() == {"corpora": []}
+
+
 def test_metrics_are_in_sglangs_endpoint(server):
     ask(server, namespace="metrics")
     namespaces(server)

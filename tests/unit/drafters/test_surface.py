@@ -15,6 +15,7 @@ from sglang_ext.drafters import (
     load_class,
     overrides,
 )
+from sglang_ext.drafters.named_corpora import Corpora
 from sglang_ext.options import Options
 from sglang_ext.request_options import RequestOptions
 from sglang_ext.tree import TokenTree
@@ -42,6 +43,7 @@ def test_a_drafter_needs_propose_alone():
     drafter.check({})
     drafter.forget(None)
     assert drafter.add_corpus("c", [[1]]) == 0 and drafter.list_corpora() == {}
+    assert drafter.add_bound_corpus("n", "c", [[1]]) == 0
     assert drafter.counters == {} and drafter.datastore is None
 
 
@@ -126,3 +128,37 @@ def test_an_output_can_be_deleted_by_its_name_or_its_requests_id():
     assert DraftRequest("r", [1], []).deletion_name == "r"
     named = DraftRequest("r", [1], [], options=RequestOptions(ingest_name="job"))
     assert named.deletion_name == "job"
+
+
+class Keeper(Least):
+    """Keeps corpora of everybody."""
+
+    def __init__(self, context):
+        self.kept = {}
+
+    def add_corpus(self, name, documents):
+        self.kept[name] = len(documents)
+        return len(documents)
+
+    def remove_corpus(self, name):
+        del self.kept[name]
+
+    def list_corpora(self):
+        return self.kept
+
+
+class BindingKeeper(Keeper):
+    def add_bound_corpus(self, namespace, name, documents):
+        return self.add_corpus(f"{namespace}/{name}", documents)
+
+
+def test_a_namespaces_corpus_goes_only_to_drafters_that_can_keep_it_to_it():
+    simple, binding = Keeper(CONTEXT), BindingKeeper(CONTEXT)
+    corpora = Corpora([Least(CONTEXT), simple, binding])
+    assert corpora.add("all", [[1]]) == 1 and corpora.add("own", [[1], [2]], "acme") == 2
+    assert simple.kept == {"all": 1} and binding.kept == {"all": 1, "acme/own": 2}
+    assert corpora.tokens_by_name() == binding.kept
+    corpora.remove("acme/own")
+    assert simple.kept == binding.kept == {"all": 1}
+    with pytest.raises(ValueError, match="corpora of one namespace"):
+        Corpora([simple]).add("own", [[1]], "acme")

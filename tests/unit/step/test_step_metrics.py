@@ -55,6 +55,11 @@ def test_series_in_multiprocess_mode(tmp_path):
     proposed = [value("proposed_tokens_total", source=s) for s in metrics.SOURCES.values()]
     accepted = [value("accepted_tokens_total", source=s) for s in metrics.SOURCES.values()]
     assert proposed == [2, 1, 1, 0, 0, 0, 1] and accepted == [2, 1, 0, 0, 0, 0, 1]
+    named = {n: value(f"spec_decode_num_{n}_total") for n in ("drafts", "draft_tokens")}
+    assert named == {"drafts": 2, "draft_tokens": 4}
+    assert value("spec_decode_num_accepted_tokens_total") == 2
+    per_pos = "spec_decode_num_accepted_tokens_per_pos_total"
+    assert [value(per_pos, position=str(i)) for i in range(2)] == [1, 1]
     assert value("accept_length_count") == 2 and value("accept_length_sum") == 4
     assert value("accept_length_bucket", le="1.0") == 1
     assert value("verify_width_sum") == 2.5
