@@ -206,7 +206,7 @@ class Executor:
 
 
 def measured_costs(model: CausalLM) -> RowCosts:
-    """What passes of this model cost, by their rows; one pass of each, since each one later tells."""
+    """What passes of this model cost, by their rows: one of each, as later ones tell too."""
     cache = model.new_cache()
     model.forward([Feed(cache, [0] * _MEASURED_TEXT, [], [], 1)])
 
