@@ -17,6 +17,7 @@ ENV_PREFIX = "SGLANG_EXT_"
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _HEADER_NAME = r"[A-Za-z0-9-]*"
+_DRAFT_DEVICE = r"cpu(?::\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)?|cuda(?::\d+)?"
 
 
 class OptionError(ValueError):
@@ -184,8 +185,8 @@ class Options:
     )
     draft_model: str = _option(
         "",
-        "SpecASR: the draft Whisper, a folder or a name of `sglang-ext models list`; SpecDec: a "
-        "drafter's directory, of `sglang-ext drafter train`",
+        "SpecASR: the draft Whisper, Mirror: the draft language model; a folder or a name of "
+        "`sglang-ext models list`. SpecDec: a drafter's directory, of `sglang-ext drafter train`",
     )
     specdec_branches: int = _option(
         3,
@@ -228,6 +229,35 @@ class Options:
     ssbd_sessions: int = _option(4096, "SSBD: sessions whose last output is kept", low=1)
     ssbd_idle_seconds: float = _option(
         600.0, "SSBD: a session that was not used so long is forgotten, in seconds", low=1.0
+    )
+    mirror_device: str = _option(
+        "cpu",
+        "Mirror: where the draft model runs: `cpu`, `cpu:` and cores as `1` or `2-3,6`, or "
+        "`cuda:N`",
+        pattern=_DRAFT_DEVICE,
+        expected="cpu, cpu:1, cpu:2-3,6 or cuda:0",
+    )
+    mirror_weights: str = _option(
+        "auto",
+        "Mirror: the draft model's weights: `fp32`, `bf16`, `int8` or `int4`; `auto`: `int4` on a "
+        "CPU, `bf16` on a GPU",
+        choices=("auto", "fp32", "bf16", "int8", "int4"),
+    )
+    mirror_window: int = _option(
+        7, "Mirror: most tokens that the draft model drafts for a step (gamma)", low=1, high=32
+    )
+    mirror_cache_mb: int = _option(
+        1024, "Mirror: keys and values of the draft model, in MiB", low=16, high=1 << 20
+    )
+    mirror_draft_retrieval: bool = _option(
+        True,
+        "Mirror: the request's own text drafts for the draft model, which so gives several tokens "
+        "in a pass",
+    )
+    mirror_exit: bool = _option(
+        True,
+        "Mirror: draft for what the target's early exit foresees while it verifies; 0: ordinary "
+        "speculative decoding, each step waits for its draft",
     )
     oracle_file: str = _option(
         "", "JSONL of token id lists that the drafter `oracle` proposes (for checks)"

@@ -149,7 +149,7 @@ def _resolve_server_args(server_args: Any) -> None:
         raise ValueError(f"{ALGORITHM} does not support --enable-dp-attention")
     if cfg.enable_lmcache:  # SGLang's own message names neither the flag nor the algorithm
         raise ValueError(f"{ALGORITHM} does not support --enable-lmcache; leave it out")
-    long = options.default_drafter in LONG_DRAFTERS or options.draft_model
+    long = options.default_drafter in LONG_DRAFTERS or "specasr" in options.loaded_drafters()
     default = DEFAULT_LONG_DRAFT_TOKENS if long else DEFAULT_DRAFT_TOKENS
     width = cfg.speculative_num_draft_tokens or default
     if not 2 <= width <= MAX_DRAFT_TOKENS:

@@ -14,7 +14,8 @@ from sglang_ext.block_drafter.drafter_manifest import (
     target_name,
 )
 from sglang_ext.drafters import load_class
-from sglang_ext.models import is_whisper
+from sglang_ext.mirror.executor_settings import settings_of
+from sglang_ext.models import ModelError, is_whisper
 from sglang_ext.options import Options
 from sglang_ext.plugin import ALGORITHM
 from sglang_ext.servers.flags import flag_value
@@ -53,6 +54,11 @@ def check_launch(argv: Sequence[str], options: Options) -> None:
 def _check_draft_model(model: str, options: Options) -> None:
     if "specdec" in options.loaded_drafters():
         _check_block_drafter(model, options)
+    if "mirror" in options.loaded_drafters():
+        try:
+            settings_of(options)
+        except (ModelError, ValueError) as error:
+            raise PreflightError(f"--drafter mirror: {error}") from None
     if "specasr" not in options.loaded_drafters():
         return
     if not options.draft_model:

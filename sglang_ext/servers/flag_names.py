@@ -18,6 +18,7 @@ METHODS: Mapping[str, str] = {
     "SPECASR": "specasr",
     "SSBD": "ssbd",
     "SPECDEC": "specdec",
+    "MIRROR": "mirror",
 }
 _DRAFT_MODEL = ("--speculative-draft-model-path", "--speculative-draft-model")
 _OF_DRAFTING = (

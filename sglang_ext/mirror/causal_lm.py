@@ -1,0 +1,240 @@
+"""A causal language model of the Llama family, in plain torch, over tree-masked caches.
+
+Llama, Mistral without a window, Qwen2 and Qwen3 are one model with parts left out. Rows of several
+requests, text and nodes, go through the matrices together; attention runs request by request.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from sglang_ext.mirror.tree_cache import TreeCache
+from sglang_ext.mirror.weight_formats import Weight
+
+
+@dataclass(frozen=True)
+class LMShape:
+    """A model's sizes.
+
+    Attributes:
+        eps: of its RMS norms.
+        max_positions: tokens that a sequence may have.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    eps: float
+    max_positions: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's weights.
+
+    Attributes:
+        attention_norm, mlp_norm: [hidden].
+        qkv: the three projections, one above the other; `qkv_bias` their biases, or None.
+        q_norm, k_norm: [head_dim], Qwen3's norms of each head; None: there are none.
+        out, gate_up, down: further matrices; gate stands above up.
+    """
+
+    attention_norm: torch.Tensor
+    qkv: Weight
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: Weight
+    mlp_norm: torch.Tensor
+    gate_up: Weight
+    down: Weight
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Rows of one request: text that was not read yet, then nodes of its tree.
+
+    Attributes:
+        cache: the request's.
+        text: tokens that follow its cached text.
+        tokens, parents: the nodes, see TreeCache.take.
+        predicted: how many of the last rows' predictions are wanted.
+    """
+
+    cache: TreeCache
+    text: Sequence[int]
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    predicted: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows the model runs of it."""
+        return len(self.text) + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What the model says behind each wanted row, feed by feed.
+
+    Attributes:
+        tokens: int64[rows], its likeliest next token.
+        probs: float64[rows], that token's probability.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    probs: npt.NDArray[np.float64]
+
+
+class CausalLM:
+    """A model and its weights.
+
+    Args:
+        embedding: [vocab, hidden]; activations have its device.
+        inv_freq, rope_scale: of the rotary embedding, [head_dim / 2] and a factor.
+        dtype: of activations outside of matrices, and of keys and values.
+    """
+
+    def __init__(
+        self,
+        shape: LMShape,
+        embedding: torch.Tensor,
+        layers: Sequence[Layer],
+        norm: torch.Tensor,
+        head: Weight,
+        inv_freq: torch.Tensor,
+        rope_scale: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self.shape = shape
+        self.device = str(embedding.device)
+        self._embedding = embedding
+        self.layers = layers
+        self._norm = norm
+        self._head = head
+        self._inv_freq = inv_freq
+        self._rope_scale = rope_scale
+        self._dtype = dtype
+
+    def new_cache(self) -> TreeCache:
+        """An empty cache."""
+        s = self.shape
+        return TreeCache(s.layers, s.kv_heads, s.head_dim, self._dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed]) -> Predictions:
+        """Read rows into their caches, and predict what follows those that are asked."""
+        segments = [_Segment(feed) for feed in feeds]
+        tokens = [token for feed in feeds for token in (*feed.text, *feed.tokens)]
+        x = self._embedding[torch.tensor(tokens, device=self.device)].to(self._dtype)
+        turned = self._rotation([p for segment in segments for p in segment.positions])
+        for number, layer in enumerate(self.layers):
+            h = rms_norm(x, layer.attention_norm, self.shape.eps)
+            x = x + layer.out.product(self._attention(h, number, layer, segments, turned))
+            h = rms_norm(x, layer.mlp_norm, self.shape.eps)
+            gate, up = layer.gate_up.product(h).chunk(2, dim=-1)
+            x = x + layer.down.product(F.silu(gate) * up)
+        wanted = x[torch.tensor(_wanted_rows(feeds), dtype=torch.long, device=self.device)]
+        if not len(wanted):
+            return Predictions(np.empty(0, np.int64), np.empty(0))
+        logits = self._head.product(rms_norm(wanted, self._norm, self.shape.eps)).float()
+        best = logits.max(dim=-1)
+        probs = (best.values - logits.logsumexp(dim=-1)).exp()
+        return Predictions(best.indices.cpu().numpy(), probs.double().cpu().numpy())
+
+    def _rotation(self, positions: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What turns heads [rows, heads, head_dim] to their positions."""
+        places = torch.tensor(positions, dtype=torch.float32, device=self.device)
+        angles = places[:, None] * self._inv_freq
+        cos = (angles.cos() * self._rope_scale).to(self._dtype)[:, None]
+        sin = (angles.sin() * self._rope_scale).to(self._dtype)[:, None]
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            a, b = x.chunk(2, dim=-1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+        return turned
+
+    def _attention(
+        self,
+        h: torch.Tensor,
+        number: int,
+        layer: Layer,
+        segments: Sequence["_Segment"],
+        turned: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """[rows, hidden] -> [rows, heads * head_dim]; keys and values go into the caches."""
+        s = self.shape
+        rows = layer.qkv.product(h)
+        if layer.qkv_bias is not None:
+            rows = rows + layer.qkv_bias
+        heads = rows.view(len(h), s.heads + 2 * s.kv_heads, s.head_dim)
+        q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = rms_norm(q, layer.q_norm, s.eps), rms_norm(k, layer.k_norm, s.eps)
+        q, k = turned(q), turned(k)
+        out = torch.empty(len(h), s.heads * s.head_dim, dtype=q.dtype, device=q.device)
+        first = 0
+        for segment in segments:
+            part = slice(first, first + segment.rows)
+            out[part] = segment.attend(number, q[part], k[part], v[part])
+            first += segment.rows
+        return out
+
+
+class _Segment:
+    """The rows of one request in a pass: their slots, their positions and what they see."""
+
+    def __init__(self, feed: Feed) -> None:
+        self.rows = feed.rows
+        self._cache = feed.cache
+        self._first = feed.cache.used
+        self.positions, mask = feed.cache.take(len(feed.text), feed.parents)
+        self._mask = None if mask is None else mask.to(feed.cache.keys.device)
+        self._group_masks: dict[int, torch.Tensor] = {}
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, head_dim] -> [rows, heads * head_dim]."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        last = self._first + self.rows
+        keys[:, self._first : last] = k.transpose(0, 1)
+        values[:, self._first : last] = v.transpose(0, 1)
+        kv_heads, head_dim = k.shape[1:]
+        group = q.shape[1] // kv_heads
+        # The heads that share a key are rows of one product, so that no key is copied.
+        grouped = q.view(self.rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+        grouped = grouped.reshape(1, kv_heads, group * self.rows, head_dim)
+        read = F.scaled_dot_product_attention(
+            grouped, keys[None, :, :last], values[None, :, :last], attn_mask=self._mask_of(group)
+        )
+        read = read.view(kv_heads, group, self.rows, head_dim).permute(2, 0, 1, 3)
+        return read.reshape(self.rows, -1)
+
+    def _mask_of(self, group: int) -> torch.Tensor | None:
+        if self._mask is None:
+            return None
+        if group not in self._group_masks:
+            self._group_masks[group] = self._mask.repeat(group, 1)[None, None]
+        return self._group_masks[group]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight along the last dimension, computed in float32."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (normed * weight).to(x.dtype)
+
+
+def _wanted_rows(feeds: Sequence[Feed]) -> list[int]:
+    rows: list[int] = []
+    end = 0
+    for feed in feeds:
+        end += feed.rows
+        rows.extend(range(end - feed.predicted, end))
+    return rows

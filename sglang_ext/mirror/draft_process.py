@@ -1,0 +1,58 @@
+"""The process of a draft executor.
+
+    python -m sglang_ext.mirror.draft_process --channel PATH --model DIR ...
+
+`executor_client` starts it; it ends with a STOP, with an exit code where something is wrong, or
+with whoever started it (servers/supervisor.py).
+"""
+
+import argparse
+import logging
+import os
+import sys
+
+from sglang_ext.mirror.draft_devices import DraftDevice
+
+_CANNOT = 2
+
+
+def main() -> int:
+    """Load the model, then draft until it is told to stop."""
+    made = argparse.ArgumentParser(description=__doc__)
+    made.add_argument("--channel", required=True)
+    made.add_argument("--model", required=True)
+    made.add_argument("--weights", required=True)
+    made.add_argument("--device", required=True)
+    made.add_argument("--window", type=int, required=True)
+    made.add_argument("--cache-mb", type=float, required=True)
+    made.add_argument("--guesses", type=int, required=True)
+    options = made.parse_args()
+    logging.basicConfig(level=logging.INFO, format="draft process: %(message)s")
+    device = DraftDevice.parse(options.device)
+    # Before torch is there: its threads take both from the process.
+    os.environ["OMP_NUM_THREADS"] = str(device.threads)
+    try:
+        device.bind()
+        _draft(options, device)
+    except ValueError as error:
+        logging.error("%s", error)
+        return _CANNOT
+    return 0
+
+
+def _draft(options: argparse.Namespace, device: DraftDevice) -> None:
+    import torch
+
+    from sglang_ext.mirror import lm_loading
+    from sglang_ext.mirror.channel import Channel
+    from sglang_ext.mirror.executor import Executor
+
+    torch.set_num_threads(device.threads)
+    channel = Channel.open(options.channel)
+    model = lm_loading.load(options.model, options.weights, device.torch_name)
+    guesses = bool(options.guesses)
+    Executor(channel, model, options.window, guesses, options.cache_mb).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""What may follow a request's text: a token tree with the belief in each node.
+
+Mirror-SD's hypothesis tree (section 3.1). Its nodes are what the target is verifying, the proxy's
+candidates behind each of these, and what the draft model says behind any of them. Node 0 is the
+root, the text's last token.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.mirror import text_keys
+
+ROOT = 0
+UNREAD = -1
+_NONE = -1
+# What the proxy leaves to a drafted token that is not among its candidates, at least.
+_LEAST_REST = 0.02
+
+
+class HypothesisTree:
+    """Nodes in an order where every parent precedes its children.
+
+    Attributes:
+        tokens, parents: of each node.
+        conds: belief in the node once its parent is right, 0 to 1.
+        behind: how many tokens were drafted since the last one that the target was shown or named.
+        slots: the node's number in the cache (TreeCache); UNREAD: the draft model has not read it.
+        predicted: the child that the draft model says follows; -1: it was not asked.
+        depths, keys: tokens below the root, and the key of the text that ends with the node.
+        guessed: whether a retrieval proposed it and the draft model has not confirmed it yet.
+
+    Args:
+        token, key: the root's.
+    """
+
+    def __init__(self, token: int, key: int) -> None:
+        self.tokens = [token]
+        self.parents = [_NONE]
+        self.conds = [1.0]
+        self.behind = [0]
+        self.slots = [UNREAD]
+        self.predicted = [_NONE]
+        self.depths = [0]
+        self.keys = [key]
+        self.guessed = [False]
+        self._gone = [False]
+        self._rest = [1.0]
+        self._children: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def child(self, parent: int, token: int) -> int | None:
+        """The node of `token` below `parent`; None: there is none."""
+        return self._children.get((parent, token))
+
+    def add(self, parent: int, token: int, cond: float, behind: int, guessed: bool = False) -> int:
+        """The node of `token` below `parent`, made if it is not there."""
+        node = self._children.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.conds.append(cond)
+            self.behind.append(behind)
+            self.slots.append(UNREAD)
+            self.predicted.append(_NONE)
+            self.depths.append(self.depths[parent] + 1)
+            self.keys.append(text_keys.extended(self.keys[parent], token))
+            self.guessed.append(guessed)
+            self._gone.append(False)
+            self._rest.append(1.0)
+        return node
+
+    def predict(self, node: int, token: int, prob: float) -> int:
+        """The draft model says that `token` follows `node`; returns the child."""
+        cond = prob * self._rest[node]
+        child = self.add(node, token, cond, self.behind[node] + 1)
+        if self.guessed[child]:
+            self.guessed[child], self.conds[child] = False, cond
+        self.predicted[node] = child
+        return child
+
+    def show(self, nodes: npt.NDArray[np.void]) -> None:
+        """Take what the early exit says (messages.view_dtype); node 0 of it is the root."""
+        places = [ROOT]
+        for row in range(1, len(nodes)):
+            parent = places[min(max(int(nodes["parent"][row]), 0), row - 1)]
+            places.append(self.add(parent, int(nodes["token"][row]), 0.0, 0))
+        probs = np.exp(np.minimum(nodes["logprobs"].astype(np.float64), 0.0))
+        probs = np.nan_to_num(probs)
+        shown: dict[int, list[int]] = {}
+        for row, place in enumerate(places):
+            self.behind[place], self.guessed[place] = 0, False
+            if row:
+                shown.setdefault(self.parents[place], []).append(place)
+            for token, prob in zip(
+                nodes["candidates"][row].tolist(), probs[row].tolist(), strict=True
+            ):
+                node = self.add(place, token, prob, 0)
+                self.conds[node], self.behind[node], self.guessed[node] = prob, 0, False
+            rest = max(_LEAST_REST, 1.0 - float(probs[row].sum()))
+            if self.predicted[place] != _NONE:
+                self._weigh_drafted(place, nodes["candidates"][row].tolist(), rest)
+            self._rest[place] = rest
+        candidates = [set(row.tolist()) for row in nodes["candidates"]]
+        of_place = dict(zip(places, candidates, strict=True))
+        for parent, children in shown.items():
+            for node in children:
+                if self.tokens[node] not in of_place[parent]:
+                    self.conds[node] = self._rest[parent] / (2 * len(children))
+
+    def _weigh_drafted(self, node: int, candidates: Sequence[int], rest: float) -> None:
+        """A token that was drafted before the proxy spoke has what the proxy leaves."""
+        drafted = self.predicted[node]
+        if self.tokens[drafted] not in candidates:
+            self.conds[drafted] *= rest / self._rest[node]
+
+    def probs(self) -> list[float]:
+        """The belief that the target's output passes through each node."""
+        probs = [1.0]
+        for node in range(1, len(self.tokens)):
+            probs.append(probs[self.parents[node]] * self.conds[node])
+        return probs
+
+    def unread(self, window: int, least: float) -> list[tuple[float, int]]:
+        """Nodes that could be read next, with their belief; an ancestor always has no less.
+
+        Args:
+            window: nodes behind so many drafted tokens are left out.
+            least: and those of less belief than this.
+        """
+        probs = self.probs()
+        return [
+            (probs[node], node)
+            for node in range(1, len(probs))
+            if self.slots[node] == UNREAD
+            and not self._gone[node]
+            and self.behind[node] < window
+            and probs[node] >= least
+        ]
+
+    def chain(self) -> list[int]:
+        """The draft model's own continuation of the text: nodes from the root's child on."""
+        path: list[int] = []
+        node = self.predicted[ROOT]
+        while node != _NONE:
+            path.append(node)
+            node = self.predicted[node]
+        return path
+
+    def path(self, node: int) -> list[int]:
+        """Tokens from below the root to a node."""
+        tokens = []
+        while node != ROOT:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def drop_guesses(self, nodes: Sequence[int]) -> None:
+        """Of these nodes, forget those that a retrieval proposed and nothing has confirmed."""
+        for node in nodes:
+            if self.guessed[node] or self._gone[self.parents[node]]:
+                self._gone[node] = True
+                self._children.pop((self.parents[node], self.tokens[node]), None)
+
+    def moved(self, tokens: Sequence[int]) -> tuple["HypothesisTree | None", list[int], list[int]]:
+        """The tree when `tokens` were committed.
+
+        Returns:
+            the tree below the last of them, None where they lead out of this one; the cached nodes
+            that became text, from the root down; and those cached nodes that are in the tree, in
+            the order of their new numbers.
+        """
+        node, path = ROOT, []
+        for token in tokens:
+            below = self.child(node, token)
+            if below is None:
+                break
+            node = below
+            path.append(node)
+        read = []
+        for place in path:
+            if self.slots[place] == UNREAD:
+                break
+            read.append(self.slots[place])
+        if len(path) < len(tokens):
+            return None, read, []
+        tree, kept = self._below(node)
+        return tree, read, kept
+
+    def _below(self, root: int) -> tuple["HypothesisTree", list[int]]:
+        tree = HypothesisTree(self.tokens[root], self.keys[root])
+        places = {root: ROOT}
+        for node in range(root + 1, len(self.tokens)):
+            above = places.get(self.parents[node])
+            if above is None or self._gone[node] or self.guessed[node]:
+                continue
+            # What was drafted before counts no more: from here on the draft may go as far again.
+            place = tree.add(above, self.tokens[node], self.conds[node], 0)
+            tree._rest[place] = self._rest[node]
+            places[node] = place
+        cached = sorted((self.slots[n], p) for n, p in places.items() if p and self.slots[n] >= 0)
+        for number, (_, place) in enumerate(cached):
+            tree.slots[place] = number
+        for node, place in places.items():
+            tree.predicted[place] = places.get(self.predicted[node], _NONE)
+        tree._rest[ROOT] = self._rest[root]
+        return tree, [slot for slot, _ in cached]
+
+
+def is_sound(nodes: npt.NDArray[np.void], vocab_size: int) -> bool:
+    """Whether a view's tokens and parents are possible."""
+    tokens = (nodes["token"], nodes["candidates"])
+    inside = all(((t >= 0) & (t < vocab_size)).all() for t in tokens)
+    rows = np.arange(len(nodes))
+    above = (nodes["parent"][1:] >= 0) & (nodes["parent"][1:] < rows[1:])
+    return bool(inside and above.all() and not math.isnan(float(nodes["logprobs"].sum())))

@@ -1,0 +1,103 @@
+"""What pays: how many rows a draft pass reads, and how long a step waits for a draft."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+_FADE = 0.1
+# Row counts between these are interpolated.
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+class RowCosts:
+    """Seconds that a draft pass takes by its rows: measured first, then learned from each pass.
+
+    Args:
+        seconds: of a pass of so many rows.
+    """
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self._seconds = np.maximum.accumulate([seconds(rows) for rows in ROWS])
+        self._tables = self._table()
+
+    def __call__(self, rows: int) -> float:
+        """Seconds of a pass of `rows` rows."""
+        if rows < len(self._tables):
+            return self._tables[rows]
+        return self._tables[-1] * rows / (len(self._tables) - 1)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A pass of `rows` rows took `seconds`."""
+        factor = 1.0 + _FADE * (min(max(seconds / self(rows), 0.2), 5.0) - 1.0)
+        # Near counts move with it, far ones less.
+        near = np.exp(-np.abs(np.log2(np.array(ROWS) / rows)))
+        self._seconds = np.maximum.accumulate(self._seconds * factor**near)
+        self._tables = self._table()
+
+    def _table(self) -> list[float]:
+        whole = np.interp(np.arange(ROWS[-1] + 1), ROWS, self._seconds)
+        return [float(seconds) for seconds in whole]
+
+
+def rows_that_pay(probs: Sequence[float], cost: Callable[[int], float], most_s: float) -> int:
+    """How many of the likeliest nodes a pass reads: as many as give most belief per second.
+
+    Args:
+        probs: beliefs in the nodes, the highest first.
+        cost: seconds of a pass by its rows.
+        most_s: seconds that it may take.
+
+    Returns:
+        0 where not even one row is done in time.
+    """
+    best, best_rate, total = 0, 0.0, 0.0
+    for rows, prob in enumerate(probs, 1):
+        total += prob
+        seconds = cost(rows)
+        if seconds > most_s:
+            break
+        if total / seconds > best_rate:
+            best, best_rate = rows, total / seconds
+    return best
+
+
+def tokens_of(alpha: float, length: int) -> float:
+    """Tokens that a step commits of a chain of `length`, the bonus included, in the mean.
+
+    Args:
+        alpha: how likely a drafted token is right once those before it are; below 1.
+    """
+    return (1.0 - alpha ** (length + 1)) / (1.0 - alpha)
+
+
+def length_that_pays(
+    alpha: float, token_s: float, step_s: float, ready: Sequence[int], most: int
+) -> tuple[int, float]:
+    """How long the chains of a batch should be, so that it commits most tokens a second.
+
+    Args:
+        alpha: as in `tokens_of`.
+        token_s: seconds of waiting for another token of every chain.
+        step_s: seconds that the target's pass takes.
+        ready: tokens that are drafted already, by request; they cost no wait.
+        most: longest chain.
+
+    Returns:
+        the length, 0 where no wait pays; and the seconds beyond which waiting for it is a loss.
+    """
+    plain = sum(tokens_of(alpha, n) for n in ready)
+    best, best_rate, most_s = 0, plain / step_s, 0.0
+    for length in range(min(ready) + 1, most + 1):
+        tokens = sum(tokens_of(alpha, max(n, length)) for n in ready)
+        rate = tokens / (step_s + token_s * (length - min(ready)))
+        if rate > best_rate:
+            best, best_rate, most_s = length, rate, step_s * (tokens / plain - 1.0)
+    return best, most_s
+
+
+def kappa_for(batch: int) -> int:
+    """Candidates behind each node that are followed in a batch of this size (appendix D.1)."""
+    for least, kappa in ((64, 1), (32, 2), (16, 4)):
+        if batch >= least:
+            return kappa
+    return 8

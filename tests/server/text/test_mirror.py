@@ -1,0 +1,82 @@
+"""A draft model in a process of its own: output stays plain SGLang's, whatever becomes of it."""
+
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from scripts.lib.http_client import HTTP
+from scripts.lib.server import Server
+from scripts.lib.spec_bench import Prompt
+from tests.eventually import eventually
+from tests.server.conftest import CHUNK, MODEL
+
+LENGTHS = [24, 40, 9, 32, 17, 40]
+
+
+def answered(server: Server, prompts: Sequence[Prompt]) -> list[dict]:
+    """Greedy answers to six prompts, three under way at a time."""
+
+    def ask(job: tuple[Prompt, int]) -> dict:
+        prompt, length = job
+        sampling = {"temperature": 0, "max_new_tokens": length}
+        response = HTTP.post(
+            server.base_url + "/generate",
+            json={"input_ids": prompt.input_ids, "sampling_params": sampling},
+            timeout=300,
+        )
+        assert response.is_success, response.text
+        return response.json()
+
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(ask, zip(prompts, LENGTHS, strict=False)))
+
+
+@pytest.fixture(scope="module")
+def expected(plain_server, prompts) -> list[list[int]]:
+    return [a["output_ids"] for a in answered(plain_server, prompts)]
+
+
+@pytest.fixture(scope="module")
+def mirror_server() -> Iterator[Server]:
+    """A model that is its own draft: what it drafts is nearly always right."""
+    flags = ["--speculative-algorithm", "SSSD", "--drafter", "mirror", "--draft-model", MODEL]
+    flags += ["--budget", "fixed", "--mirror-lens-seconds", "6", "--enable-metrics"]
+    with Server(MODEL, [*flags, *CHUNK], name="mirror") as server:
+        yield server
+
+
+def draft_processes(server: Server) -> list[psutil.Process]:
+    """The draft executor's, its supervisor left out."""
+    below = psutil.Process(server.pid).children(recursive=True)
+    return [p for p in below if "sglang_ext.mirror.draft_process" in p.cmdline()[:3]]
+
+
+def counted(server: Server, name: str) -> float:
+    text = HTTP.get(server.base_url + "/metrics", timeout=30).text
+    found = re.findall(rf'^sglang_ext:\S*\{{.*name="{name}".*\}} (\S+)$', text, re.M)
+    return sum(map(float, found))
+
+
+def test_output_is_plain_and_drafts_are_accepted(expected, mirror_server, prompts):
+    got = answered(mirror_server, prompts)
+    assert [a["output_ids"] for a in got] == expected
+    assert max(a["meta_info"]["spec_accept_length"] for a in got) > 2
+    assert counted(mirror_server, "draft_steps") > 0
+
+
+def test_output_is_plain_when_the_draft_process_is_killed(expected, mirror_server, prompts):
+    [process] = draft_processes(mirror_server)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(answered, mirror_server, prompts)
+        process.send_signal(signal.SIGKILL)
+        got = running.result()
+    assert [a["output_ids"] for a in got] == expected
+    assert eventually(lambda: draft_processes(mirror_server), 120)[0].pid != process.pid
+    eventually(lambda: "draft executor is ready again" in mirror_server.output(), 120)
+    again = answered(mirror_server, prompts)
+    assert [a["output_ids"] for a in again] == expected
+    assert mirror_server.output().count("decoding goes on without it") == 1
