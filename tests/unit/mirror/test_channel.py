@@ -12,6 +12,7 @@ import pytest
 from sglang_ext.mirror import messages
 from sglang_ext.mirror.channel import Channel
 from sglang_ext.mirror.shared_ring import PAYLOAD_BYTES, RECORD_BYTES, ChannelError, Record
+from sglang_ext.servers import processes
 from tests.eventually import eventually
 
 # Echoes what it gets, in a process of its own; it ends with its standard input.
@@ -36,10 +37,9 @@ def channel():
 
 @pytest.fixture
 def echo(channel):
-    process = subprocess.Popen([sys.executable, "-c", ECHO, channel.path])
+    process = processes.start([sys.executable, "-c", ECHO, channel.path])
     yield process
-    process.kill()
-    process.wait()
+    processes.kill_group(process)
 
 
 def test_records_come_whole_and_in_order_in_both_directions(channel):
@@ -93,10 +93,9 @@ def test_a_wait_is_woken_by_the_other_process_and_costs_no_cpu(channel, echo):
 def test_a_killed_peer_blocks_nothing(channel, echo):
     channel.send(Record(1))
     assert channel.wait(60)
-    echo.send_signal(signal.SIGSTOP)
+    processes.signal_group(echo, signal.SIGSTOP)
     channel.send(*[Record(1, i) for i in range(8)])
-    echo.kill()
-    echo.wait()
+    processes.kill_group(echo)
     begun = time.monotonic()
     channel.receive()
     for _ in range(100):
