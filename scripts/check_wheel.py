@@ -39,6 +39,7 @@ MODEL = "smollm2-135m-instruct"
 DATA = "sglang_ext/sweep/data"
 # What the wheel must hold, besides modules; in dist-info: the endings of their paths.
 FILES = (
+    "sglang_ext/api/realtime/captions.html",
     *(f"{package}/py.typed" for package in ("sglang_ext", "speech", "datastores")),
     *(f"{DATA}/{name}" for name in ("README.md", "spec_bench.jsonl.gz", "LJ001-0001.flac")),
 )

@@ -72,6 +72,7 @@ def _begins(*starts: str) -> Callable[[str], bool]:
 
 
 _of_transcription = _begins("transcription_", "audio_", "vad_", "word_aligner")
+_of_realtime = _begins("realtime_")
 _of_security = _begins(
     "max_choices",
     "max_answers",
@@ -84,12 +85,14 @@ _of_security = _begins(
 # Of these the first alone stands in README.
 _of_mirror = _begins("mirror_")
 TABLES = {
+    "realtime": Table("docs/realtime.md", _of_realtime),
     "serve": Table(
         "README.md",
         lambda n: (
             not (
                 _of_transcription(n)
                 or _of_security(n)
+                or _of_realtime(n)
                 or (_of_mirror(n) and n != "mirror_retrieval")
             )
         ),

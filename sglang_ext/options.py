@@ -271,6 +271,13 @@ class Options:
     transcription_parallel: int = _option(
         16, "chunks of one audio that are decoded at once", low=1, high=1024
     )
+    realtime_step_seconds: float = _option(
+        1.0,
+        "live speech is transcribed again after so many seconds of audio, where a session names "
+        "no `step_ms`",
+        low=0.1,
+        high=5.0,
+    )
     audio_decoders: int = _option(
         4, "processes that decode what clients send as audio", low=1, high=256
     )
@@ -332,6 +339,8 @@ class Options:
         names = [self.default_drafter, *(name.strip() for name in self.drafters.split(","))]
         if "ssbd" in names or "specdec" in names:
             names.append("sssd")  # which they draft with
+        if "specasr" in names:
+            names.append("rehearing")  # for live speech
         return list(dict.fromkeys(name for name in names if name and name != "none"))
 
 

@@ -247,9 +247,12 @@ def _add_routes() -> None:
         from sglang_ext.extras import is_installed
 
         if is_installed("speech"):
+            from sglang_ext.api.realtime import captions_page, realtime_route
             from sglang_ext.api.transcription import transcriptions
 
             transcriptions.register(served)
+            realtime_route.register(served)
+            captions_page.register(served)
         if server_args.speculative_algorithm != ALGORITHM:
             return
         from sglang_ext.api import app
@@ -266,7 +269,17 @@ def _add_routes() -> None:
         settings["ws_per_message_deflate"] = False
         return args, settings
 
+    def let_page_in(original: Callable[..., Any], **request: Any) -> Any:
+        from sglang_ext.extras import is_installed
+
+        if is_installed("speech"):
+            from sglang_ext.api.realtime import captions_page
+
+            return captions_page.let_in(original, **request)
+        return original(**request)
+
     hook(sglang_points.HTTP_SERVER, extend)
+    hook(sglang_points.PAGE_AUTH, let_page_in)
     hook(sglang_points.UVICORN, bounded)
 
 

@@ -45,6 +45,11 @@ class AudioBuffer:
         self._samples = np.concatenate([self._samples, samples])
         self._probabilities = np.concatenate([self._probabilities, probabilities])
 
+    @property
+    def probabilities(self) -> np.ndarray:
+        """Of speech, float32[frames]."""
+        return self._probabilities
+
     def speech(self, threshold: float) -> np.ndarray:
         """Which frames are speech, bool[frames]."""
         return speech_mask(self._probabilities, threshold)

@@ -136,6 +136,18 @@ def chunks(
     yield from chunker.push(empty, stream.push(empty, last=True), last=True)
 
 
+def single_chunk(
+    samples: np.ndarray, probabilities: np.ndarray, options: ChunkOptions | None = None
+) -> Chunk | None:
+    """The chunk of audio whose speech is known; None where there is none.
+
+    Args:
+        samples: float32[n] at 16 kHz, of less than WINDOW_S.
+        probabilities: float32[frames] of speech.
+    """
+    return next(_Chunker(options or ChunkOptions()).push(samples, probabilities, last=True), None)
+
+
 class _Chunker:
     """Holds the samples that are in no chunk yet, and the speech probability of their frames."""
 

@@ -76,12 +76,16 @@ def check_format(rate: int, channels: int) -> None:
 class MonoResampler:
     """Mixes and resamples the frames of one audio track.
 
+    Args:
+        least_samples: so many are gathered before they are resampled; 0: each frame at once.
+
     Raises, while it does:
         AudioError: a frame's rate or channels are not accepted, or not those of the first frame.
         av.FFmpegError: FFmpeg cannot convert it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least_samples: int = _LEAST_SAMPLES) -> None:
+        self._least_samples = least_samples
         self._unpack: _Graph | None = None
         self._resample: _Graph | None = None
         self._kind: tuple[str, str, int] | None = None
@@ -140,7 +144,7 @@ class MonoResampler:
             yield mono
             return
         self._waiting.append(mono)
-        if sum(map(len, self._waiting)) >= _LEAST_SAMPLES:
+        if sum(map(len, self._waiting)) >= self._least_samples:
             joined, self._waiting = _joined(self._waiting), []
             yield from self._pieces(joined)
 

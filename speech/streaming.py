@@ -57,12 +57,14 @@ class Window:
         start: where it begins in the audio, in seconds.
         prompt: what was said before it.
         final: it ends in a silence or with the audio, and will not be transcribed again.
+        probabilities: float32[frames] of speech, of its frames of 32 ms.
     """
 
     samples: np.ndarray
     start: float
     prompt: str
     final: bool
+    probabilities: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,20 @@ class StreamingRecognizer:
         self._news, self._idle = asyncio.Event(), asyncio.Event()
         self.lost_s = 0.0
         """Seconds of audio that were dropped since recognition was too late for them."""
+
+    @property
+    def held_s(self) -> float:
+        """Seconds of audio that are kept: not heard yet, or not settled."""
+        return self._audio.frames / FRAMES_PER_SECOND
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds of audio from what the last hypothesis has heard to the end of speech."""
+        spoken = np.flatnonzero(self._audio.speech(self._options.threshold))
+        if not len(spoken):
+            return 0.0
+        first = max(self._heard - self._audio.origin, int(spoken[0]))
+        return max(0, int(spoken[-1]) + 1 - first) / FRAMES_PER_SECOND
 
     def feed(self, samples: np.ndarray) -> None:
         """Take the next samples, float32[n] at 16 kHz."""
@@ -209,8 +225,9 @@ class StreamingRecognizer:
         self._settled = 0  # so many of them are committed
 
     def _window(self, frames: int, final: bool) -> Window:
-        samples = self._audio.first(frames)
-        return Window(samples, self._audio.origin / FRAMES_PER_SECOND, self._prompt, final)
+        start = self._audio.origin / FRAMES_PER_SECOND
+        probabilities = self._audio.probabilities[:frames]
+        return Window(self._audio.first(frames), start, self._prompt, final, probabilities)
 
     def _place_to_cut(self, speech: np.ndarray) -> int:
         """The frame to cut a full window before: in its longest silence, or its quietest frame."""

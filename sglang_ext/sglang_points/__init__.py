@@ -107,7 +107,13 @@ ADD_CORPUS = Point(
 )  # fmt: skip
 HTTP_SERVER = Point(
     _SRT + "entrypoints.http_server._setup_and_run_http_server", How.BEFORE, "plugin",
-    "our routes and middleware join SGLang's FastAPI application", takes="server_args",
+    "our routes and middleware join SGLang's FastAPI application; of a Whisper, /v1/realtime and "
+    "the audio routes stand before SGLang's own", takes="server_args",
+)  # fmt: skip
+PAGE_AUTH = Point(
+    _SRT + "utils.auth.decide_request_auth", How.AROUND, "plugin",
+    "the page /captions holds no secret, and a browser sends no key for it",
+    takes="*, method, path",
 )  # fmt: skip
 UVICORN = Point(
     "uvicorn.config.Config.__init__", How.BEFORE, "plugin", "bounds on WebSocket messages",

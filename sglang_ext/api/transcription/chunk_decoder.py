@@ -4,10 +4,11 @@ something out.
 
 import asyncio
 import dataclasses
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from sglang_ext.api.transcription.transcription_request import TranscriptionRequest
 from sglang_ext.api.transcription.whisper_engine import WhisperEngine
 from speech.alignment import Aligner
 from speech.chunks import Chunk
@@ -56,6 +57,25 @@ class ChunkResult:
     prompt_tokens: int
 
 
+class DecodeRequest(Protocol):
+    """What decoding reads of a request; TranscriptionRequest says what each is."""
+
+    @property
+    def task(self) -> str: ...
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def temperature_fallback(self) -> bool: ...
+    @property
+    def stream(self) -> bool: ...
+    @property
+    def progress(self) -> bool: ...
+    @property
+    def custom_params(self) -> Mapping[str, Any]: ...
+
+
 class ChunkDecoder:
     """Decodes the chunks of one request.
 
@@ -63,9 +83,7 @@ class ChunkDecoder:
         aligner: for word timestamps; None where the request asks for none.
     """
 
-    def __init__(
-        self, engine: WhisperEngine, request: TranscriptionRequest, aligner: Aligner | None
-    ):
+    def __init__(self, engine: WhisperEngine, request: DecodeRequest, aligner: Aligner | None):
         self._engine = engine
         self._request = request
         self._aligner = aligner

@@ -42,7 +42,7 @@ class _WhisperRoute(APIRoute):
     """A route that is there only while the served model is a Whisper."""
 
     def matches(self, scope: Any) -> tuple[Match, Any]:
-        return super().matches(scope) if _serves_whisper() else (Match.NONE, {})
+        return super().matches(scope) if serves_whisper() else (Match.NONE, {})
 
 
 def register(app: FastAPI) -> None:
@@ -229,6 +229,7 @@ def _engine() -> WhisperEngine:
 
 
 @cache
-def _serves_whisper() -> bool:
+def serves_whisper() -> bool:
+    """Whether the served model is a Whisper."""
     config = getattr(tokenizer_manager(), "model_config", None)
     return ARCHITECTURE in (getattr(config and config.hf_config, "architectures", None) or ())

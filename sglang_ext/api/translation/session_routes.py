@@ -10,7 +10,6 @@ WS     /v1/translation/sessions/{id}/ws        updates in, translations out
 """
 
 import asyncio
-import hmac
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,6 +21,7 @@ from starlette.requests import HTTPConnection
 
 from datastores import DEFAULT_NAMESPACE
 from sglang_ext.admission.cache_salts import agreed_namespace
+from sglang_ext.api.handshake import check_key, deny, header_namespace
 from sglang_ext.api.http import (
     DONE,
     KEEP_ALIVE,
@@ -47,7 +47,7 @@ from sglang_ext.api.translation.session_table import SessionTable
 from sglang_ext.api.translation.session_update import RunningUpdate
 from sglang_ext.api.translation.translator import Translator
 from sglang_ext.options import Options
-from sglang_ext.request_options import RequestOptionError, check_namespace
+from sglang_ext.request_options import RequestOptionError
 
 T = TypeVar("T")
 
@@ -169,12 +169,12 @@ class _Routes:
         """Updates in, translations out. SGLang checks keys of HTTP requests only."""
         backend, session_id = self._backend(), socket.path_params["session_id"]
         try:
-            _check_key(socket, backend.api_key)
+            check_key(socket, backend.api_key)
             owner = self._namespace(socket)
             session = backend.table.get(session_id, owner)
             slot = self._streams().enter(session.namespace)
         except ApiError as error:
-            return await _deny(socket, error)
+            return await deny(socket, error)
         with slot:
             await socket.accept()
             limit = body_limit(backend.options.translation_max_source_chars)
@@ -216,17 +216,8 @@ class _Routes:
         return name or owner
 
     def _namespace(self, connection: HTTPConnection) -> str:
-        """The namespace that the header names (namespaces.NamespaceHeader sees no WebSockets)."""
-        header = self._backend().options.namespace_header
-        values = set(connection.headers.getlist(header)) if header else set()
-        if not values:
-            return DEFAULT_NAMESPACE
-        if len(values) > 1:
-            raise ApiError(f"the header {header} comes with several values")
-        try:
-            return check_namespace(values.pop(), f"the header {header}")
-        except RequestOptionError as error:
-            raise ApiError(str(error)) from None
+        """The namespace that the header names."""
+        return header_namespace(connection, self._backend().options.namespace_header)
 
 
 async def _written(running: RunningUpdate) -> AsyncGenerator[str]:
@@ -269,26 +260,6 @@ async def _until_gone(request: Request, running: RunningUpdate, work: Coroutine[
     except BaseException:
         running.cancel()
         raise
-
-
-def _check_key(connection: HTTPConnection, api_key: str | None) -> None:
-    """As SGLang does for HTTP (utils/auth.py).
-
-    Raises:
-        ApiError: there is a key, and the client does not have it (401).
-    """
-    scheme, _, given = connection.headers.get("authorization", "").partition(" ")
-    known = hmac.compare_digest(given.encode("latin-1"), (api_key or "").encode())
-    if api_key and not (known and scheme.lower() == "bearer"):
-        raise ApiError("the header Authorization must be: Bearer, and the server's API key", 401)
-
-
-async def _deny(socket: WebSocket, error: ApiError) -> None:
-    """Refuse the handshake, with the error where the server can send one."""
-    if "websocket.http.response" in (socket.scope.get("extensions") or {}):
-        await socket.send_denial_response(error.response())
-    else:
-        await socket.close()
 
 
 def _refusal(error: Exception) -> ApiError:

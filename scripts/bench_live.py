@@ -1,0 +1,201 @@
+"""Live speech over /v1/realtime: words in real time through OpenAI's client, one to eight at once.
+
+Clips are streamed as they would be spoken, through the unmodified `openai` client, in every audio
+format by turns, and held against the file route's transcripts of the same clips. The policies take
+turns: LocalAgreement-2 with a step of one second, and with the shorter one of --step-ms.
+
+display_*_s: seconds from the end of a word in the audio (the file route's word times) to the delta
+that shows it, of one stream with the shorter step; one_second_display_*_s with a step of a second;
+policy_speedup_p50 is their ratio. display_*_s_N: N streams at once. wer_live, wer_one_second and
+wer_file: word errors against the references, of one stream and of the file route. delta_mismatches:
+items whose deltas are not their transcript, byte for byte. lost_words: of runs of four and more
+that the file route has and a stream has nothing for. errors: error events and failed items.
+silence_words: invented in a silence. bad_input_failures: wrong clients that got neither an error
+nor a reason, while a stream went on. closed_frees_s: from a closed socket to no request running.
+
+    python -m scripts.bench_live [--model M] [--draft D|none] [--audio DIR] [--streams 1,8]
+        [--step-ms 500] [--quick] [--json FILE]
+"""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from scripts.lib.client import TIMEOUT_S
+from scripts.lib.figures import parser, report
+from scripts.lib.http_client import HTTP
+from scripts.lib.live_client import (
+    FORMATS,
+    LiveRun,
+    display_delays,
+    lost_words,
+    stream,
+    wire_bytes,
+)
+from scripts.lib.live_hostile import Hostile
+from scripts.lib.server import Server
+from scripts.lib.word_errors import WordErrors
+from scripts.speech_data import FOLDER, Clip, encode, read_clips
+
+KEY = "live"
+ONE_SECOND_MS = 1000
+CLIPS, QUICK_CLIPS = 10, 3
+SILENCE_S, QUICK_SILENCE_S = 600.0, 20.0
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What the file route makes of a clip: the text, and each word with its end in seconds."""
+
+    text: str
+    words: list[tuple[str, float]]
+
+
+@dataclass
+class Streams:
+    """The runs of a policy, each with the number of its clip."""
+
+    runs: list[tuple[int, LiveRun]] = field(default_factory=list)
+
+    def delays(self, heard: Sequence[Heard]) -> np.ndarray:
+        parts = [display_delays(run, heard[i].words) for i, run in self.runs]
+        return np.array([delay for part in parts for delay in part])
+
+
+class Bench:
+    """Streams of one server.
+
+    Args:
+        clips: with references.
+    """
+
+    def __init__(self, server: Server, clips: Sequence[Clip]):
+        self._url = server.base_url
+        self.clips = clips
+        self.heard = [self._file(clip) for clip in clips]
+
+    async def at_once(self, streams: int, step_ms: int) -> Streams:
+        """Every clip once, so many at a time."""
+        free, made = asyncio.Semaphore(streams), Streams()
+
+        async def one(index: int, clip: Clip) -> None:
+            async with free:
+                wire = FORMATS[index % len(FORMATS)]
+                made.runs.append((index, await stream(self._url, KEY, clip, wire, step_ms)))
+
+        await asyncio.gather(*(one(i, clip) for i, clip in enumerate(self.clips)))
+        return made
+
+    async def silence(self, seconds: float) -> LiveRun:
+        """A silence in real time."""
+        clip = Clip("silence", np.zeros((1, round(seconds * 16_000)), np.float32), 16_000)
+        return await stream(self._url, KEY, clip, FORMATS[1], ONE_SECOND_MS)
+
+    async def hostile(self) -> tuple[list[str], float, LiveRun]:
+        """Wrong clients beside a right one: what failed, how soon a closed socket's request was
+        over, and the right one's run."""
+        hostile, clip = Hostile(self._url, KEY), self.clips[0]
+        beside = asyncio.create_task(stream(self._url, KEY, clip, FORMATS[0], ONE_SECOND_MS))
+        failed = await hostile.failures()
+        run = await beside
+        return failed, await hostile.closed_frees_s(wire_bytes(clip.mono(24_000), FORMATS[0])), run
+
+    def _file(self, clip: Clip) -> Heard:
+        response = HTTP.post(
+            f"{self._url}/v1/audio/transcriptions",
+            files={"file": ("clip.wav", encode(clip))},
+            data={
+                "model": self._model,
+                "language": "en",
+                "response_format": "verbose_json",
+                "timestamp_granularities[]": "word",
+            },
+            headers={"Authorization": f"Bearer {KEY}"},
+            timeout=TIMEOUT_S,
+        )
+        response.raise_for_status()
+        body = response.json()
+        return Heard(body["text"], [(w["word"], w["end"]) for w in body["words"]])
+
+    @property
+    def _model(self) -> str:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        models = HTTP.get(self._url + "/v1/models", headers=headers, timeout=TIMEOUT_S).json()
+        return models["data"][0]["id"]
+
+
+def main() -> int:
+    args = parser(__doc__, model=False)
+    args.add_argument("--model", metavar="M", help="[whisper-base; --quick: whisper-tiny.en]")
+    args.add_argument("--draft", metavar="D", help="[whisper-tiny.en; --quick: none]")
+    args.add_argument("--audio", type=Path, default=FOLDER, metavar="DIR", help="[%(default)s]")
+    args.add_argument("--streams", default="1,8", metavar="N,N", help="at once [%(default)s]")
+    args.add_argument("--step-ms", type=int, default=500, metavar="MS", help="[%(default)s]")
+    options = args.parse_args()
+    model = options.model or ("whisper-tiny.en" if options.quick else "whisper-base")
+    draft = options.draft or ("none" if options.quick else "whisper-tiny.en")
+    counts = [int(n) for n in options.streams.split(",")]
+    if options.quick:
+        counts = [min(n, QUICK_CLIPS) for n in counts]
+    clips = [clip for clip in read_clips(options.audio) if clip.reference]
+    clips = clips[: QUICK_CLIPS if options.quick else CLIPS]
+    flags = ["--speculative-algorithm", "SSSD", "--api-key", KEY]
+    flags += ["--drafter", "none"] if draft == "none" else ["--draft-model", draft]
+    with Server(model, flags, name="live") as server:
+        bench = Bench(server, clips)
+        silence_s = QUICK_SILENCE_S if options.quick else SILENCE_S
+        figures = asyncio.run(measured(bench, counts, options.step_ms, silence_s))
+    report(figures, options.json)
+    wrong = ("delta_mismatches", "errors", "lost_words", "silence_words", "bad_input_failures")
+    return int(any(figures[name] for name in wrong) or not figures["words_timed"])
+
+
+async def measured(
+    bench: Bench, counts: Sequence[int], step_ms: int, silence_s: float
+) -> dict[str, float]:
+    """All figures."""
+    heard, references = bench.heard, [clip.reference or "" for clip in bench.clips]
+    one_second = await bench.at_once(1, ONE_SECOND_MS)
+    figures: dict[str, float] = {"clips": len(bench.clips), "step_ms": step_ms}
+    every = [one_second]
+    for count in counts:
+        streams = await bench.at_once(count, step_ms)
+        every.append(streams)
+        figures |= delays(f"_{count}" if count != counts[0] else "", streams.delays(heard))
+    figures |= {f"one_second_{k}": v for k, v in delays("", one_second.delays(heard)).items()}
+    figures["policy_speedup_p50"] = figures["one_second_display_p50_s"] / figures["display_p50_s"]
+    figures["words_timed"] = len(every[1].delays(heard))
+    for name, streams in (("one_second", one_second), ("live", every[1])):
+        texts = [run.text for _, run in sorted(streams.runs, key=lambda made: made[0])]
+        figures[f"wer_{name}"] = WordErrors(references).rate(texts)
+    figures["wer_file"] = WordErrors(references).rate([one.text for one in heard])
+    silent = await bench.silence(silence_s)
+    failed, freed_s, beside = await bench.hostile()
+    runs = [*(made for streams in every for made in streams.runs), (0, beside)]
+    errors = [message for _, run in [*runs, (0, silent)] for message in run.errors]
+    for message in (*errors, *failed):
+        print("failed:", message)
+    return figures | {
+        "lag_most_s": max(lag for _, run in runs for lag in run.lags),
+        "delta_mismatches": sum(run.mismatches for _, run in runs),
+        "lost_words": sum(lost_words(run, heard[i].text) for i, run in runs),
+        "errors": len(errors),
+        "silence_words": len(silent.text.split()),
+        "bad_input_failures": len(failed),
+        "closed_frees_s": freed_s,
+    }
+
+
+def delays(suffix: str, seconds: np.ndarray) -> dict[str, float]:
+    """Percentiles of display delays."""
+    if not len(seconds):
+        raise SystemExit("no word of the streams is one of the file route's")
+    return {f"display_p{p}_s{suffix}": float(np.percentile(seconds, p)) for p in (50, 90, 99)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

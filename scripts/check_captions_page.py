@@ -1,0 +1,148 @@
+"""The page /captions in a real browser: a microphone that plays a file, and what the page shows.
+
+A headless Chromium (Debian's package chromium) opens the page of a Whisper server, hears a clip
+through its microphone, loses its connection in the middle, and stops behind the clip. wer_page:
+word errors of what it shows against the reference; wer_live: of the same clip through OpenAI's
+client, over the same WebSocket. srt_cues: cues of the SRT that it would save, srt_words_lost: words
+that these lack. reconnects: 1 where it had to connect again and did. other_hosts: hosts besides the
+server that it sent anything to. page_kib: the page's size. serious_problems: of axe-core, where
+--axe names its axe.min.js.
+
+    python -m scripts.check_captions_page [--model M] [--audio DIR] [--server URL] [--axe FILE]
+        [--screenshots DIR] [--quick] [--json FILE]
+"""
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts.lib.chromium import Page, opened
+from scripts.lib.figures import parser, report
+from scripts.lib.http_client import HTTP
+from scripts.lib.live_client import FORMATS, stream
+from scripts.lib.server import Server
+from scripts.lib.word_errors import WordErrors
+from scripts.speech_data import FOLDER, Clip, read_clips
+
+RATE = 48_000
+LEAD_S = 2.0  # before the clip, for the browser to begin
+ANSWER_S = 180.0
+CLIPS, QUICK_CLIPS = 4, 2
+MOST_KIB = 60
+# What the microphone's own processing may cost, in word errors.
+SLACK = 0.05
+
+
+def main() -> int:
+    args = parser(__doc__, model=False)
+    args.add_argument("--model", default="whisper-tiny.en", metavar="M", help="[%(default)s]")
+    args.add_argument("--audio", type=Path, default=FOLDER, metavar="DIR", help="[%(default)s]")
+    args.add_argument("--server", metavar="URL", help="a Whisper server that runs already")
+    args.add_argument("--axe", type=Path, metavar="FILE", help="axe-core's axe.min.js")
+    args.add_argument("--screenshots", type=Path, metavar="DIR", help="write them here")
+    options = args.parse_args()
+    clips = [clip for clip in read_clips(options.audio) if clip.reference]
+    clip = joined(clips[: QUICK_CLIPS if options.quick else CLIPS])
+    with served(options) as url:
+        live = asyncio.run(stream(url, "none", clip, FORMATS[0], 1000))
+        lead = np.zeros((1, round(LEAD_S * RATE)), np.float32)
+        played = np.concatenate([lead, clip.samples, lead], axis=1)[0]
+        with opened(f"{url}/captions", played, RATE) as page:
+            figures = checked(page, clip, options)
+        size = len(HTTP.get(f"{url}/captions").content)
+        figures["other_hosts"] = len(page.hosts() - {url.split("/")[2]})
+    figures |= {
+        "wer_live": WordErrors([clip.reference or ""]).rate([live.text]),
+        "page_kib": size / 1024,
+    }
+    report(figures, options.json)
+    return int(
+        figures["wer_page"] > figures["wer_live"] + SLACK
+        or figures["page_kib"] > MOST_KIB
+        or not figures["srt_cues"]
+        or not figures["reconnects"]
+        or any(
+            figures.get(name, 0) for name in ("other_hosts", "serious_problems", "srt_words_lost")
+        )
+    )
+
+
+def joined(clips: list[Clip]) -> Clip:
+    """The clips with pauses of 0.8 s between them, as one."""
+    pause = np.zeros(round(0.8 * RATE), np.float32)
+    parts = [part for clip in clips for part in (clip.mono(RATE), pause)]
+    said = " ".join(clip.reference or "" for clip in clips)
+    return Clip("joined", np.concatenate(parts)[None], RATE, said)
+
+
+@contextlib.contextmanager
+def served(options: argparse.Namespace) -> Iterator[str]:
+    """The address of the server, which is started where none was named."""
+    if options.server:
+        yield options.server.rstrip("/")
+        return
+    with Server(options.model, [], name="captions-page") as server:
+        yield server.base_url
+
+
+def checked(page: Page, clip: Clip, options: argparse.Namespace) -> dict[str, float]:
+    """Caption the clip in the page, and look at it."""
+    page.run("document.querySelector('#language').value = 'en'")
+    page.run("document.querySelector('#start').click()")
+    page.wait("running && running.session.ready", ANSWER_S)
+    # The fake microphone begins when it is opened; half of the clip has been heard then.
+    half = LEAD_S + clip.seconds / 2
+    page.wait(f"running.session.sentMs > {half * 1000}", ANSWER_S)
+    page.run("running.session.socket.close()")
+    page.wait("running.session.ready === false", ANSWER_S)
+    page.wait("running.session.ready", ANSWER_S)
+    end = LEAD_S + clip.seconds + 1.0
+    page.wait(f"running.session.sentMs > {end * 1000}", ANSWER_S + clip.seconds)
+    picture(page, options, "light")
+    page.run("document.querySelector('#start').click()")
+    page.wait("document.querySelector('#status').textContent === 'Done.'", ANSWER_S)
+    page.run("document.querySelector('#theme').value = 'dark'")
+    page.run("document.querySelector('#theme').dispatchEvent(new Event('change'))")
+    picture(page, options, "dark")
+    text, srt = page.run("plain()"), page.run("srt()")
+    blocks = [block.splitlines() for block in srt.strip().split("\n\n") if block]
+    said = " ".join(" ".join(block[2:]) for block in blocks)
+    figures: dict[str, float] = {
+        "wer_page": WordErrors([clip.reference or ""]).rate([text]),
+        "srt_cues": len(blocks),
+        "srt_words_lost": len(text.split()) - len(said.split()),
+        "reconnects": 1,
+    }
+    if options.axe:
+        figures["serious_problems"] = len(problems(page, options.axe))
+    return figures
+
+
+def problems(page: Page, axe: Path) -> list[dict[str, Any]]:
+    """What axe-core finds that is serious or worse."""
+    page.run(axe.read_text(encoding="utf-8") + ";0")
+    found = json.loads(page.run("axe.run().then((made) => JSON.stringify(made.violations))"))
+    serious = [one for one in found if one["impact"] in ("serious", "critical")]
+    for one in serious:
+        print(f"axe: {one['id']}: {one['help']}")
+    return serious
+
+
+def picture(page: Page, options: argparse.Namespace, name: str) -> None:
+    """Write a screenshot, if they were asked for."""
+    if options.screenshots:
+        options.screenshots.mkdir(parents=True, exist_ok=True)
+        data = page.call("Page.captureScreenshot", format="png")["data"]
+        (options.screenshots / f"captions-{name}.png").write_bytes(base64.b64decode(data))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

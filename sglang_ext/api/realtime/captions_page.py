@@ -1,0 +1,79 @@
+"""GET /captions: a page that captions a microphone, a tab or a file over /v1/realtime.
+
+One file, without a build step; the browser contacts no other host, which a policy holds.
+"""
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse
+from starlette.requests import Request
+from starlette.routing import Match, Route
+
+from sglang_ext.api.transcription.transcriptions import serves_whisper
+
+PATH = "/captions"
+_PAGE = Path(__file__).with_name("captions.html")
+
+
+class _WhisperPage(Route):
+    """A route that is there only while the served model is a Whisper."""
+
+    def matches(self, scope: Any) -> tuple[Match, Any]:
+        return super().matches(scope) if serves_whisper() else (Match.NONE, {})
+
+
+def register(app: FastAPI) -> None:
+    """Add the page, which is no secret: it asks for the key itself."""
+    app.router.routes.insert(0, _WhisperPage(PATH, page, methods=["GET"]))
+
+
+async def page(request: Request) -> HTMLResponse:
+    """The page."""
+    text, policy = _page()
+    headers = {
+        "Content-Security-Policy": policy,
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
+    return HTMLResponse(text, headers=headers)
+
+
+@cache
+def _page() -> tuple[str, str]:
+    """The page, and what it may do: run its own script, and speak with its own server."""
+    text = _PAGE.read_text(encoding="utf-8")
+    script, style = (_hash(text, tag) for tag in ("script", "style"))
+    policy = (
+        f"default-src 'none'; script-src {script} blob:; style-src {style}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return text, policy
+
+
+def _hash(text: str, tag: str) -> str:
+    (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.S)
+    digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+def let_in(original: Callable[..., Any], **request: Any) -> Any:
+    """SGLang's decision about keys (utils/auth.py); the page alone needs none.
+
+    Args:
+        original: decides.
+        request: what it takes, `method` and `path` among it.
+    """
+    from sglang.srt.utils.auth import AuthDecision
+
+    if request["method"] in ("GET", "HEAD") and request["path"] == PATH and serves_whisper():
+        return AuthDecision(allowed=True)
+    return original(**request)

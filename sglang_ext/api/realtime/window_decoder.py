@@ -1,0 +1,108 @@
+"""Windows of live audio -> text, by the served Whisper in this process."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_ext.api.http import ApiError
+from sglang_ext.api.realtime.realtime_settings import SessionSettings
+from sglang_ext.api.transcription.chunk_decoder import ChunkDecoder, Deltas
+from sglang_ext.api.transcription.whisper_engine import WhisperEngine
+from sglang_ext.drafters.rehearing import PARAMETER
+from speech.chunks import ChunkOptions, single_chunk
+from speech.streaming import Span, Window
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+
+
+@dataclass(frozen=True)
+class _WindowRequest:
+    """What chunk_decoder.DecodeRequest asks for."""
+
+    prompt: str
+    temperature_fallback: bool
+    custom_params: Mapping[str, Any]
+    task: str = "transcribe"
+    temperature: float = 0.0
+    stream: bool = False
+    progress: bool = False
+
+
+class WindowDecoder:
+    """Transcribes the windows of one item.
+
+    Args:
+        before: what was said before the item.
+        params: custom_params of every request.
+        rehears: whether the server drafts with what the same audio was heard as before
+            (drafters/rehearing.py).
+    """
+
+    def __init__(
+        self,
+        engine: WhisperEngine,
+        settings: SessionSettings,
+        before: str,
+        params: Mapping[str, Any],
+        rehears: bool = False,
+    ):
+        self._rehears = rehears
+        self._hearing = (-1.0, "")  # where the audio begins that is heard again, and its name
+        self._engine = engine
+        self._settings = settings
+        self._before = before
+        self._params = params
+        self._language = settings.language
+        self.error: ApiError | None = None
+        """Why the last window that failed did."""
+
+    async def transcribe(self, window: Window) -> list[Span] | None:
+        """The window's text; None where it failed, a moment later."""
+        try:
+            return await self._spans(window)
+        except ApiError as error:
+            self.error = error
+        except ValueError as error:  # SGLang's refusals
+            self.error = ApiError(str(error))
+        except Exception:
+            logger.exception("a window of live audio failed")
+            self.error = ApiError("the transcription failed", 500)
+        await asyncio.sleep(_RETRY_S)
+        return None
+
+    async def _spans(self, window: Window) -> list[Span]:
+        options = ChunkOptions(threshold=self._settings.threshold)
+        chunk = single_chunk(window.samples, window.probabilities, options)
+        if chunk is None:
+            return []
+        if self._language is None:
+            self._language = await self._engine.detect_language(chunk, self._params)
+        said = f"{self._before}{window.prompt}".strip()
+        request = _WindowRequest(
+            prompt=f"{self._settings.prompt} {said}".strip(),
+            # What will be heard again is worth neither: decoding again, nor remembering.
+            temperature_fallback=window.final,
+            custom_params=self._params_of(window),
+        )
+        deltas: Deltas = asyncio.Queue()
+        result = await ChunkDecoder(self._engine, request, None).decode(
+            chunk, self._language, deltas
+        )
+        return [Span(s.start, s.end, s.text) for s in result.segments]
+
+    def _params_of(self, window: Window) -> dict[str, Any]:
+        params = dict(self._params)
+        if not window.final:
+            params["ingest"] = False
+        if self._rehears:
+            start, name = self._hearing
+            if start != window.start:
+                name = str(uuid.uuid4())
+            self._hearing = window.start, name
+            params |= {"drafter": PARAMETER, PARAMETER: name}
+        return params
