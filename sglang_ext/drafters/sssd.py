@@ -92,10 +92,15 @@ class RetrievalDrafter(Drafter):
     def prepare(self, requests: Sequence[DraftRequest]) -> None:
         """Index the prompts, which another server is still reading."""
         for request in requests:
-            trie = InputTrie(self.config)
-            trie.extend(np.asarray(request.prompt, dtype=np.int64))
             expected = tokens_of(request.params, self._vocab_size)
-            request.state = _State(trie, PredictedText(expected) if expected else None)
+            predicted = PredictedText(expected) if expected else None
+            request.state = _State(self._trie(request), predicted)
+
+    def _trie(self, request: DraftRequest) -> InputTrie:
+        """A request's prompt, indexed."""
+        trie = InputTrie(self.config)
+        trie.extend(np.asarray(request.prompt, dtype=np.int64))
+        return trie
 
     def start(self, request: DraftRequest) -> None:
         """Index the prompt; the output is indexed when it is searched."""
@@ -210,7 +215,8 @@ class RetrievalDrafter(Drafter):
         except TimeoutError as error:
             logger.error("%s: from now on drafts are retrieved when they are needed", error)
             # Its thread may still read what these requests have seen.
-            self.prepare(requests)
+            for request in requests:
+                request.state.trie = self._trie(request)
             return NOTHING
 
     def _retrieve_ahead(

@@ -146,7 +146,7 @@ def test_a_step_without_a_look_is_not_mirrored_and_waits_for_the_next_look():
     assert made._mirror._job is None
     r.output.append(55)
     made.propose([r], NODES)
-    assert len(r.state) == len(r.prompt) + len(r.output)
+    assert len(r.state.trie) == len(r.prompt) + len(r.output)
 
 
 def test_what_was_deleted_in_between_is_not_drafted():
@@ -178,8 +178,8 @@ def test_what_joined_in_between_does_not_spoil_what_was_prepared():
     now = grown.snapshot()
     assert now is not before and now.segments == before.segments
     r.output.append(55)
-    assert made._mirror.take().tree("a", r.state, r.output, now) is not None
-    assert made._mirror.take().tree("a", r.state, r.output, None) is None
+    assert made._mirror.take().tree("a", r.state.trie, r.output, now) is not None
+    assert made._mirror.take().tree("a", r.state.trie, r.output, None) is None
 
 
 def test_a_failure_in_the_thread_is_logged_once_and_drafts_are_retrieved(caplog, monkeypatch):
@@ -232,13 +232,13 @@ def test_a_thread_that_never_lets_go_loses_its_requests(caplog, monkeypatch):
     ours, theirs = request("a"), request("a")
     made.start(ours)
     plain.start(theirs)
-    held = ours.state
+    held = ours.state.trie
     made.early_exit([ours], view_of([ours], made.propose([ours], NODES), [55, 56, 57, 58]))
     assert entered.wait(20)
     ours.output.append(55)
     theirs.output.append(55)
     assert same(made.propose([ours], NODES)[0], plain.propose([theirs], NODES)[0])
-    assert ours.state is not held and "retrieval ahead has not ended" in caplog.text
+    assert ours.state.trie is not held and "retrieval ahead has not ended" in caplog.text
     go_on.set()
 
 
