@@ -125,19 +125,11 @@ def prefill_with_drafts(
             _join(batch, drafts, slots)
             result = target.forward_batch_generation(batch, is_verify=True)
         logits = result.logits_output.next_token_logits
-        said = torch.argmax(logits, dim=-1)
         lens = [len(draft) + 1 for draft in drafts]
         ends = np.cumsum(
             [p + n - 1 for p, n in zip(batch.extend_lens, lens, strict=True)], dtype=np.int64
         )
-        biased = _biased_rows(biases, chains, ends - lens, len(said))
-        if biased is not None:
-            prefer_greedily(said, logits, biased)
-        relaxation = Relaxation.of_chains(running, chains, ends - lens) if running else None
-        taken = torch.zeros(len(said), dtype=torch.bool)
-        if relaxation is not None:
-            nodes = relaxation.nodes([torch.from_numpy(array) for array in relaxation.arrays()])
-            taken = relax(said, logits, nodes)
+        said, taken = _decided(logits, chains, biases, running, ends - lens)
         predicted, marks = (
             [of[end - n : end].tolist() for end, n in zip(ends, lens, strict=True)]
             for of in (said, taken)
@@ -163,6 +155,27 @@ def write_known(known: KnownTokens, pool: Any, slots: torch.Tensor) -> None:
     for layer, (k, v) in enumerate(known.kv):
         pool.k_buffer[layer][slots] = k
         pool.v_buffer[layer][slots] = v
+
+
+def _decided(
+    logits: torch.Tensor,
+    chains: Sequence[TokenTree],
+    biases: Sequence[Bias | None],
+    running: "Sequence[RunningRequest | None]",
+    roots: npt.NDArray[np.int64],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64[rows], the token that each row of logits goes on with by the requests' rules, and
+    bool[rows], where relaxation has made it so."""
+    said = torch.argmax(logits, dim=-1)
+    taken = torch.zeros(len(said), dtype=torch.bool)
+    biased = _biased_rows(biases, chains, roots, len(said))
+    if biased is not None:
+        prefer_greedily(said, logits, biased)
+    relaxation = Relaxation.of_chains(running, chains, roots) if running else None
+    if relaxation is not None:
+        nodes = relaxation.nodes([torch.from_numpy(array) for array in relaxation.arrays()])
+        taken = relax(said, logits, nodes)
+    return said, taken
 
 
 def _biased_rows(

@@ -142,7 +142,8 @@ def test_a_stream_logprobs_and_several_choices_tell_of_it(sssd_server, prompts, 
     for mark, token, ((logprob, told, _), ((best, _, _), *_)) in zip(
         meta["relaxed_tokens"], made["output_ids"], logprobs, strict=True
     ):
-        assert told == token and (logprob < best if mark else logprob == best)
+        assert told == token
+        assert logprob < best if mark else logprob == pytest.approx(best, abs=1e-4)
     several = {"input_ids": prompts[0].input_ids, "sampling_params": sampling | {"n": 2}}
     made = HTTP.post(sssd_server.base_url + "/generate", json=several, timeout=300).json()
     for choice in made:
@@ -175,4 +176,4 @@ def test_what_cannot_be_relaxed_is_a_400(sampling, message, sssd_server):
         "temperature": 0,
     } | sampling
     response = HTTP.post(sssd_server.base_url + "/v1/chat/completions", json=body, timeout=60)
-    assert response.status_code == 400 and message in response.json()["message"], response.text
+    assert response.status_code == 400 and message in response.text, response.text
