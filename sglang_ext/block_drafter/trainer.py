@@ -200,7 +200,8 @@ class Trainer:
         return replay(predictor, held.sources[:most], held.outputs[:most], block).per_step
 
     def _write(self, model: BlockModel, scores: dict[str, Any]) -> None:
-        training = {"steps": self.step, "seconds": round(self._seconds, 1), **asdict(self._recipe)}
+        done = {"steps": self.step, "seconds": round(self._seconds, 1)}
+        training = {**asdict(self._recipe), **done}
         scores = {"held_out": len(self._data.held_out), **scores}
         manifest = replace(self._manifest, training=training, scores=scores)
         self._manifest = save_drafter(self._folder, manifest, model, self._data.kept)

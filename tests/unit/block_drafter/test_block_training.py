@@ -64,6 +64,13 @@ def test_a_training_that_was_killed_ends_in_the_same_weights(tmp_path):
     assert first.manifest.scores == second.manifest.scores
 
 
+def test_a_training_ends_after_its_minutes_and_says_how_far_it_came(tmp_path):
+    hurried = dataclasses.replace(RECIPE, steps=1000, minutes=1e-6)
+    manifest = trainer(tmp_path, repeating(60), hurried).run()
+    assert manifest.training["steps"] == 1
+    assert load_drafter(tmp_path).manifest == manifest
+
+
 def test_other_data_do_not_go_on_with_a_training(tmp_path):
     eager = dataclasses.replace(SHORT, checkpoint_s=0.0)
 
