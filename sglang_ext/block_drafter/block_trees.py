@@ -36,18 +36,20 @@ def block_tree(
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
-    waiting: list[tuple[float, int, int, int]] = []  # -log-probability, depth, parent, token
+    logprobs: list[float] = []
+    waiting: list[tuple[float, int, int, int, float]] = []  # -score, depth, parent, token, logprob
 
     def offer(at: int, parent: int, score: float) -> None:
         for logprob, token in options[at] if at < depth else ():
-            heapq.heappush(waiting, (-(score + logprob), at, parent, token))
+            heapq.heappush(waiting, (-(score + logprob), at, parent, token, logprob))
 
     offer(0, NO_PARENT, 0.0)
     while waiting and len(tokens) < max_nodes:
-        negative, at, parent, token = heapq.heappop(waiting)
+        negative, at, parent, token, logprob = heapq.heappop(waiting)
         tokens.append(token)
         parents.append(parent)
         scores.append(-negative)
+        logprobs.append(min(logprob, 0.0))
         if token not in ends:
             offer(at + 1, len(tokens) - 1, -negative)
     if not tokens:
@@ -56,4 +58,5 @@ def block_tree(
         np.array(tokens, dtype=np.int64),
         np.array(parents, dtype=np.int32),
         np.exp(np.array(scores, dtype=np.float32)),
+        logprobs=np.array(logprobs, dtype=np.float32),
     )

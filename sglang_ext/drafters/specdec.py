@@ -103,6 +103,8 @@ class BlockDrafter(Drafter):
         DrafterError: the drafter's directory is missing, damaged or another target's.
     """
 
+    gives_logprobs = True
+
     def __init__(self, context: DrafterContext) -> None:
         folder = context.options.draft_model
         if not folder:
