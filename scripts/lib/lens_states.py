@@ -1,5 +1,6 @@
 """Texts, and a model's states at its exits and its end, without a server (transformers, fp32)."""
 
+import functools
 import gzip
 import json
 from collections.abc import Iterator, Sequence
@@ -65,10 +66,9 @@ def states_of(
     """For each text the states at each exit, float[n, d], and the final normalised ones."""
     seen: dict[int, torch.Tensor] = {}
     ends = [
-        tap_state(model.parts.layers, at, lambda state, at=at: seen.__setitem__(at, state))
-        for at in exits
+        tap_state(model.parts.layers, at, functools.partial(seen.__setitem__, at)) for at in exits
     ]
-    ends.append(tap_normed(model.parts.norm, lambda state: seen.__setitem__(-1, state)))
+    ends.append(tap_normed(model.parts.norm, functools.partial(seen.__setitem__, -1)))
     try:
         for text in texts:
             model.model.model(torch.tensor([list(text)]))
