@@ -59,21 +59,6 @@ class InputTrie:
         arrays = (self._tokens, self._same_one, self._same_two, self._last_one, self._last_two)
         return sum(array.nbytes for array in arrays)
 
-    def take_back(self, count: int) -> None:
-        """Forgets the last `count` tokens again, as if they had never been there.
-
-        Raises DatastoreError where that many are not kept any more.
-        """
-        if not 0 <= count <= self._size:
-            raise DatastoreError(f"{count} tokens cannot be taken back, {self._size} are kept")
-        links = (self._same_one, self._same_two, self._last_one, self._last_two)
-        _take_back(self._tokens, *links, self._size, count)
-        self._size -= count
-        self._seen -= count
-        self._prompt = min(self.prompt_tokens, self._size)
-        self._row[col.SEEN_SIZE] = self._size
-        self._row[col.PROMPT_SIZE] = self.prompt_tokens
-
     def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Appends tokens (ids >= 0, one-dimensional) in constant time each."""
         new = as_token_ids(tokens, _MAX_TOKEN)
@@ -286,21 +271,3 @@ def find_occurrences(tokens, same_one, same_two, longest, limit, scan, found, le
         position = np.int64(same_one[position])
         tries -= 1
     return count
-
-
-@njit(cache=True, nogil=True)
-def _take_back(tokens, same_one, same_two, last_one, last_two, size, count):
-    """Undoes _append, last token first: the slot that it took is where linear probing ends."""
-    mask = np.int64(last_one.size - 1)
-    for position in range(size - 1, size - count - 1, -1):
-        token = tokens[position]
-        slot = _slot(np.uint64(token), mask)
-        while last_one[slot] != position + 1:
-            slot = (slot + 1) & mask
-        last_one[slot] = same_one[position] + 1
-        if position > 0:
-            before = tokens[position - 1]
-            slot = _slot((np.uint64(before) << np.uint64(32)) | np.uint64(token), mask)
-            while last_two[slot] != position + 1:
-                slot = (slot + 1) & mask
-            last_two[slot] = same_two[position] + 1

@@ -112,7 +112,9 @@ def sentence_methods(
 def _specdec_methods(
     length: int, grid: Iterable[tuple[int, float]], blocks: Iterable[int], judged_by_drafter: bool
 ) -> list[Method]:
-    alone, both = ({"specdec": {"retrieve": retrieve}} for retrieve in (False, True))
+    # As published: a chain, of the block alone.
+    alone = {"specdec": {"retrieve": False, "branches": 1}}
+    both = {"specdec": {"retrieve": True}}
     methods = [
         Method(f"SpecDec k={k}", "specdec", k, options=alone, batched=k == length)
         for k in sorted({*blocks, length})

@@ -122,10 +122,10 @@ class DraftText:
         if self._trie is None:
             self._trie = InputTrie()
         self._trie.extend(self.tokens[len(self._trie) :])
-        path = self.tree.path(node)
-        self._trie.extend(path)
-        [draft] = retrieve([self._trie], None, most, threads=1)
-        self._trie.take_back(len(path))
+        supposed = self._trie.supposing(self.tree.path(node))
+        if supposed is None:
+            return []
+        [draft] = retrieve([supposed], None, most, threads=1)
         places: list[int] = []
         for token, parent, prob in zip(
             draft.tokens.tolist(), draft.parents.tolist(), draft.probs.tolist(), strict=True
