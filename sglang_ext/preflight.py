@@ -14,7 +14,6 @@ from sglang_ext.block_drafter.drafter_manifest import (
     target_name,
 )
 from sglang_ext.drafters import load_class
-from sglang_ext.mirror.executor_settings import settings_of
 from sglang_ext.models import ModelError, is_whisper
 from sglang_ext.options import Options
 from sglang_ext.plugin import ALGORITHM
@@ -55,6 +54,9 @@ def _check_draft_model(model: str, options: Options) -> None:
     if "specdec" in options.loaded_drafters():
         _check_block_drafter(model, options)
     if "mirror" in options.loaded_drafters():
+        # It loads torch, which commands that only check a port do without.
+        from sglang_ext.mirror.executor_settings import settings_of
+
         try:
             settings_of(options)
         except (ModelError, ValueError) as error:

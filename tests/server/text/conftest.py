@@ -53,7 +53,7 @@ def block_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     So that some of what it drafts is accepted and the most is not.
     """
     target = load_target(MODEL)
-    common = target.encoder("the of a and to in, is. The for\n that on with as are by it be")
+    common = target.encoder(" the of a and to in, is. The for\n that on with as are by it be")
     rest = set(range(3000)) - set(common["input_ids"])
     tokens = np.array([*dict.fromkeys(common["input_ids"]), *sorted(rest)], dtype=np.int64)
     kept = KeptTokens(tokens, len(tokens), target.vocab_size)

@@ -1,6 +1,5 @@
 """A draft model in a process of its own: output stays plain SGLang's, whatever becomes of it."""
 
-import re
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +8,7 @@ import psutil
 import pytest
 
 from scripts.lib.http_client import HTTP
+from scripts.lib.served_metrics import read_metrics
 from scripts.lib.server import Server
 from scripts.lib.spec_bench import Prompt
 from tests.eventually import eventually
@@ -55,17 +55,11 @@ def draft_processes(server: Server) -> list[psutil.Process]:
     return [p for p in below if "sglang_ext.mirror.draft_process" in p.cmdline()[:3]]
 
 
-def counted(server: Server, name: str) -> float:
-    text = HTTP.get(server.base_url + "/metrics", timeout=30).text
-    found = re.findall(rf'^sglang_ext:\S*\{{.*name="{name}".*\}} (\S+)$', text, re.M)
-    return sum(map(float, found))
-
-
 def test_output_is_plain_and_drafts_are_accepted(expected, mirror_server, prompts):
     got = answered(mirror_server, prompts)
     assert [a["output_ids"] for a in got] == expected
     assert max(a["meta_info"]["spec_accept_length"] for a in got) > 2
-    assert counted(mirror_server, "draft_steps") > 0
+    assert read_metrics(mirror_server.base_url)["drafter.draft_steps"] > 0
 
 
 def test_output_is_plain_when_the_draft_process_is_killed(expected, mirror_server, prompts):

@@ -8,7 +8,7 @@ import pytest
 from scripts.lib.http_client import HTTP
 from tests.server.conftest import MODEL
 
-MESSAGES = [{"role": "user", "content": "List the planets of the solar system, one a line."}]
+MESSAGES = [{"role": "user", "content": "Explain in detail how photosynthesis works."}]
 TOKENS = 64
 
 

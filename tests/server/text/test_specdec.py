@@ -3,6 +3,7 @@
 import pytest
 
 from scripts.lib.http_client import HTTP
+from scripts.lib.served_metrics import read_metrics
 from scripts.lib.server import Server
 from scripts.lib.spec_bench import Prompt, tokenizer
 from tests.eventually import eventually
@@ -23,9 +24,8 @@ def expected(plain_server: Server, prompts: list[Prompt]):
 
 def totals(server: Server) -> dict[str, float]:
     """The drafters' own totals by name."""
-    text = HTTP.get(server.base_url + "/metrics", timeout=60).text
-    lines = [line for line in text.splitlines() if line.startswith("sglang_ext:drafter{")]
-    return {line.split('name="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
+    begin, series = "drafter.", read_metrics(server.base_url)
+    return {n.removeprefix(begin): v for n, v in series.items() if n.startswith(begin)}
 
 
 @pytest.mark.parametrize("kind", PARAMS)

@@ -181,7 +181,7 @@ def test_a_start_finds_what_is_wrong_before_the_model_is_loaded(folder, tmp_path
 
 def test_a_drafters_directory_makes_specdec_the_default(folder):
     assert Options(draft_model=str(folder)).loaded_drafters() == ["specdec", "sssd"]
-    assert Options(draft_model="whisper-tiny.en").loaded_drafters() == ["specasr"]
+    assert Options(draft_model="whisper-tiny.en").loaded_drafters()[0] == "specasr"
     assert Options(draft_model=str(folder), drafter="sssd").default_drafter == "sssd"
 
 
