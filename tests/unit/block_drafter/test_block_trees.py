@@ -33,6 +33,13 @@ def test_branches_stand_where_the_block_is_unsure():
     assert (np.diff(tree.probs) <= 0).all()
 
 
+def test_nodes_carry_the_drafters_own_log_probabilities():
+    tree = block_tree(block({7: 0.9}, {8: 0.5, 4: 0.4}), KEPT, 8, ())
+    assert tree.tokens.tolist() == [7, 8, 4]
+    np.testing.assert_allclose(np.exp(tree.logprobs), [0.9, 0.5, 0.4], rtol=1e-5)
+    np.testing.assert_allclose(tree.probs, [0.9, 0.45, 0.36], rtol=1e-5)
+
+
 def test_a_sure_place_has_no_branch():
     tree = block_tree(block({7: 0.95, 3: 0.04}, {8: 0.5, 4: 0.4}), KEPT, 9, (), sure=0.9)
     assert 3 not in tree.tokens
