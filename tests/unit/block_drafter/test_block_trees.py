@@ -34,7 +34,7 @@ def test_branches_stand_where_the_block_is_unsure():
 
 
 def test_nodes_carry_the_drafters_own_log_probabilities():
-    tree = block_tree(block({7: 0.9}, {8: 0.5, 4: 0.4}), KEPT, 8, ())
+    tree = block_tree(block({7: 0.9, 3: 0.05}, {8: 0.5, 4: 0.4}), KEPT, 3, ())
     assert tree.tokens.tolist() == [7, 8, 4]
     np.testing.assert_allclose(np.exp(tree.logprobs), [0.9, 0.5, 0.4], rtol=1e-5)
     np.testing.assert_allclose(tree.probs, [0.9, 0.45, 0.36], rtol=1e-5)
