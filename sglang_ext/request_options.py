@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -147,6 +147,49 @@ class RequestOptions(BaseModel):
             )
         expected = f"one of {', '.join(names)}" if name == "drafter" else _EXPECTED[name]
         raise RequestOptionError(f"custom_params.{name} must be {expected}, got {shown(value)}")
+
+
+class DrafterOptions(BaseModel):
+    """Base of what a request may set for one drafter: an object in `custom_params`.
+
+    Attributes:
+        parameter: the object's key.
+        expected: what each field must be, for messages; "true or false" where it is not named.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    parameter: ClassVar[str]
+    expected: ClassVar[Mapping[str, str]]
+
+    @classmethod
+    def parse(cls, params: Any) -> Self:
+        """Read the object; what is None counts as left out.
+
+        Raises:
+            ValueError: an unknown name, or a value of the wrong kind; the message names it.
+        """
+        if params is None:
+            return cls()
+        if not isinstance(params, Mapping):
+            raise ValueError(f"{cls.parameter} must be an object, got {shown(params)}")
+        known = cls.model_fields
+        for name in params:
+            if name not in known:
+                known_names = ", ".join(known)
+                raise ValueError(f"{cls.parameter}.{shown(name)} is unknown; known: {known_names}")
+        # Strict tuples are no lists, which is what JSON has.
+        given = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in params.items()
+            if value is not None
+        }
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            wrong = str(error.errors(include_url=False, include_context=False)[0]["loc"][0])
+        expected = cls.expected.get(wrong, "true or false")
+        raise ValueError(f"{cls.parameter}.{wrong} must be {expected}, got {shown(params[wrong])}")
 
 
 def flattened(params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 from sglang.srt.environ import envs
 
 from sglang_ext.block_drafter.block_predictor import BlockPredictor, SourceMemory
@@ -20,7 +20,7 @@ from sglang_ext.block_drafter.drafter_files import load_drafter
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, check_target, target_name
 from sglang_ext.block_drafter.training_data import Tokens, source_of
 from sglang_ext.drafters import Drafter, DrafterContext, DrafterError, DraftRequest, load
-from sglang_ext.request_options import shown
+from sglang_ext.request_options import DrafterOptions
 from sglang_ext.tree import TokenTree, merged
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _EXPECTED = {
 _Token = Annotated[int, Field(ge=0)]
 
 
-class BlockOptions(BaseModel):
+class BlockOptions(DrafterOptions):
     """What a request may set in `custom_params.specdec`.
 
     Attributes:
@@ -50,7 +50,8 @@ class BlockOptions(BaseModel):
         branches: likeliest tokens at each place, 1 for a chain; None: `--specdec-branches`.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True)
+    parameter = PARAMETER
+    expected = _EXPECTED
 
     source: (
         Annotated[str, Field(max_length=_LONGEST_SOURCE)]
@@ -59,32 +60,6 @@ class BlockOptions(BaseModel):
     ) = None
     retrieve: bool | None = None
     branches: Annotated[int, Field(ge=1, le=MOST_BRANCHES)] | None = None
-
-    @classmethod
-    def parse(cls, params: Any) -> "BlockOptions":
-        """Read `custom_params.specdec`; what is None counts as left out.
-
-        Raises:
-            ValueError: an unknown name, or a value of the wrong kind; the message names it.
-        """
-        if params is None:
-            return cls()
-        if not isinstance(params, Mapping):
-            raise ValueError(f"{PARAMETER} must be an object, got {shown(params)}")
-        names = cls.model_fields
-        for name in params:
-            if name not in names:
-                raise ValueError(f"{PARAMETER}.{shown(name)} is unknown; known: {', '.join(names)}")
-        given = dict(params)
-        if isinstance(given.get("source"), list):
-            given["source"] = tuple(given["source"])
-        try:
-            return cls.model_validate(given)
-        except ValidationError as error:
-            wrong = str(error.errors(include_url=False, include_context=False)[0]["loc"][0])
-        raise ValueError(
-            f"{PARAMETER}.{wrong} must be {_EXPECTED[wrong]}, got {shown(params[wrong])}"
-        )
 
 
 @dataclass

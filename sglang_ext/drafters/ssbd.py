@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 from sglang.srt.environ import envs
 
 from sglang_ext.drafters import Bias, Drafter, DrafterContext, DraftRequest, load
 from sglang_ext.drafters.realignment import PreviousOutput
 from sglang_ext.drafters.session_outputs import Output, SessionOutputs, is_secret
-from sglang_ext.request_options import shown
+from sglang_ext.request_options import DrafterOptions, shown
 from sglang_ext.tree import TokenTree, merged
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _EXPECTED = {
 }
 
 
-class RetranslationOptions(BaseModel):
+class RetranslationOptions(DrafterOptions):
     """What a request may set in `custom_params.ssbd`.
 
     Attributes:
@@ -57,7 +57,8 @@ class RetranslationOptions(BaseModel):
         bias_realigned: bias realigned tokens too.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True)
+    parameter = PARAMETER
+    expected = _EXPECTED
 
     session: Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME)] | None = None
     draft: Annotated[tuple[_Token, ...], Field(max_length=_MOST_DRAFT_TOKENS)] | None = None
@@ -66,31 +67,6 @@ class RetranslationOptions(BaseModel):
     realign: bool = True
     retrieve: bool = True
     bias_realigned: bool = False
-
-    @classmethod
-    def parse(cls, params: Any) -> "RetranslationOptions":
-        """Read `custom_params.ssbd`; what is None counts as left out.
-
-        Raises:
-            ValueError: an unknown name, or a value of the wrong kind; the message names it.
-        """
-        if params is None:
-            return cls()
-        if not isinstance(params, Mapping):
-            raise ValueError(f"{PARAMETER} must be an object, got {shown(params)}")
-        names = cls.model_fields
-        for name in params:
-            if name not in names:
-                raise ValueError(f"{PARAMETER}.{shown(name)} is unknown; known: {', '.join(names)}")
-        given = {name: value for name, value in params.items() if value is not None}
-        if isinstance(given.get("draft"), list):
-            given["draft"] = tuple(given["draft"])
-        try:
-            return cls.model_validate(given)
-        except ValidationError as error:
-            wrong = str(error.errors(include_url=False, include_context=False)[0]["loc"][0])
-        expected = _EXPECTED.get(wrong, "true or false")
-        raise ValueError(f"{PARAMETER}.{wrong} must be {expected}, got {shown(params[wrong])}")
 
     @property
     def owns_its_draft(self) -> bool:
