@@ -160,25 +160,16 @@ def as_token_ids(tokens: Sequence[int] | np.ndarray, largest: int) -> np.ndarray
 
 @njit(cache=True, nogil=True)
 def _append(tokens, same_one, same_two, last_one, last_two, size, new):
-    mask = np.int64(last_one.size - 1)
     for k in range(new.size):
         position = size + k
         token = new[k]
         tokens[position] = token
-        slot = _slot(np.uint64(token), mask)
-        while last_one[slot] != 0 and tokens[last_one[slot] - 1] != token:
-            slot = (slot + 1) & mask
+        slot = _slot_of_one(tokens, last_one, token)
         same_one[position] = last_one[slot] - 1
         last_one[slot] = position + 1
         same_two[position] = -1
         if position > 0:
-            before = tokens[position - 1]
-            slot = _slot((np.uint64(before) << np.uint64(32)) | np.uint64(token), mask)
-            while last_two[slot] != 0:
-                other = last_two[slot] - 1
-                if tokens[other] == token and tokens[other - 1] == before:
-                    break
-                slot = (slot + 1) & mask
+            slot = _slot_of_two(tokens, last_two, tokens[position - 1], token)
             same_two[position] = last_two[slot] - 1
             last_two[slot] = position + 1
 
@@ -186,7 +177,6 @@ def _append(tokens, same_one, same_two, last_one, last_two, size, new):
 @njit(cache=True, nogil=True)
 def _suppose(tokens, same_one, same_two, last_one, last_two, size, new):
     """As _append, but the hash tables stay as they are: they name the last of the tokens before."""
-    mask = np.int64(last_one.size - 1)
     for k in range(new.size):
         position = size + k
         token = new[k]
@@ -200,21 +190,35 @@ def _suppose(tokens, same_one, same_two, last_one, last_two, size, new):
                     two = np.int64(other)
                     break
         if one < 0:
-            slot = _slot(np.uint64(token), mask)
-            while last_one[slot] != 0 and tokens[last_one[slot] - 1] != token:
-                slot = (slot + 1) & mask
-            one = np.int64(last_one[slot] - 1)
+            one = np.int64(last_one[_slot_of_one(tokens, last_one, token)] - 1)
         same_one[position] = one
         if two < 0 and position > 0:
-            before = tokens[position - 1]
-            slot = _slot((np.uint64(before) << np.uint64(32)) | np.uint64(token), mask)
-            while last_two[slot] != 0:
-                other = last_two[slot] - 1
-                if tokens[other] == token and tokens[other - 1] == before:
-                    break
-                slot = (slot + 1) & mask
+            slot = _slot_of_two(tokens, last_two, tokens[position - 1], token)
             two = np.int64(last_two[slot] - 1)
         same_two[position] = two
+
+
+@njit(cache=True, nogil=True)
+def _slot_of_one(tokens, last_one, token):
+    """Where the last position of a token is kept, or would be."""
+    mask = np.int64(last_one.size - 1)
+    slot = _slot(np.uint64(token), mask)
+    while last_one[slot] != 0 and tokens[last_one[slot] - 1] != token:
+        slot = (slot + 1) & mask
+    return slot
+
+
+@njit(cache=True, nogil=True)
+def _slot_of_two(tokens, last_two, before, token):
+    """The same of a token behind another one."""
+    mask = np.int64(last_two.size - 1)
+    slot = _slot((np.uint64(before) << np.uint64(32)) | np.uint64(token), mask)
+    while last_two[slot] != 0:
+        other = last_two[slot] - 1
+        if tokens[other] == token and tokens[other - 1] == before:
+            break
+        slot = (slot + 1) & mask
+    return slot
 
 
 @njit(cache=True, nogil=True)
