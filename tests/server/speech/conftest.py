@@ -14,5 +14,7 @@ MAX_UPLOAD_MB = 24
 def whisper_server() -> Iterator[Server]:
     """Whisper base on plain SGLang."""
     flags = ["--transcription-max-upload-mb", str(MAX_UPLOAD_MB)]
+    # Else /v1/loads tells of every 15th step of decoding only: of a short transcript, of none.
+    flags += ["--load-snapshot-publish-interval", "1"]
     with Server(WHISPER, flags, name="whisper") as server:
         yield server
