@@ -56,8 +56,11 @@ class InputTrie:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held."""
-        arrays = (self._tokens, self._same_one, self._same_two, self._last_one, self._last_two)
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in self._arrays)
+
+    @property
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return self._tokens, self._same_one, self._same_two, self._last_one, self._last_two
 
     def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Appends tokens (ids >= 0, one-dimensional) in constant time each."""
@@ -90,29 +93,13 @@ class InputTrie:
         longest = min(MOST_SUPPOSED, self.config.max_input_tokens - self._size)
         if new.size > longest or self._prompt is None:
             return None
-        _suppose(
-            self._tokens,
-            self._same_one,
-            self._same_two,
-            self._last_one,
-            self._last_two,
-            self._size,
-            new,
-        )
+        _suppose(*self._arrays, self._size, new)
         row = self._row.copy()
         row[col.SEEN_SIZE] += new.size
         return SupposedInput(row, self._searched)
 
     def _append(self, new: np.ndarray) -> None:
-        _append(
-            self._tokens,
-            self._same_one,
-            self._same_two,
-            self._last_one,
-            self._last_two,
-            self._size,
-            new,
-        )
+        _append(*self._arrays, self._size, new)
         self._size += new.size
         self._row[col.SEEN_SIZE] = self._size
         self._row[col.PROMPT_SIZE] = self.prompt_tokens

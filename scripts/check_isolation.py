@@ -13,15 +13,13 @@ starved_tenants should be 0, pd_isolated_mini and pd_isolated_rust 1.
     python -m scripts.check_isolation [--parts drafts,server,pd] [--quick] [--json FILE]
 """
 
-import argparse
 import sys
-from collections.abc import Callable
 
 from scripts.lib import isolation_drafts, isolation_pd, isolation_server
+from scripts.lib.check_parts import Part, figures_of, parts_of
 from scripts.lib.figures import parser, report
-from scripts.lib.isolation_drafts import NothingShown
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
+PARTS: dict[str, Part] = {
     "drafts": isolation_drafts.check,
     "server": isolation_server.check,
     "pd": isolation_pd.check,
@@ -34,19 +32,11 @@ _FAILURES = ("leaks", _SUMMED, "cross_session_changes", "starved_tenants")
 def main() -> int:
     args = parser(__doc__)
     args.add_argument("--contexts", type=int, default=60, help="texts per tenant and round [60]")
-    args.add_argument("--parts", default="drafts,server", help="which ones [%(default)s]")
-    options = args.parse_args()
-    chosen = options.parts.split(",")
-    if unknown := [name for name in chosen if name not in PARTS]:
-        args.error(f"--parts {','.join(unknown)}: expected some of {', '.join(PARTS)}")
+    options = parts_of(args, PARTS, "drafts,server")
     figures: dict[str, float] = {}
     shown = True
-    for name in chosen:
-        print(f"-- {name}", flush=True)
-        try:
-            found = PARTS[name](options)
-        except NothingShown as error:
-            print(f"error: {error}; this checks nothing", file=sys.stderr)
+    for found in figures_of(options, PARTS):
+        if found is None:
             shown = False
             continue
         if _SUMMED in found and _SUMMED in figures:

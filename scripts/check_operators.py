@@ -17,15 +17,13 @@ Parts (`--parts`):
     python -m scripts.check_operators [--parts prediction,salts,corpora] [--quick] [--json FILE]
 """
 
-import argparse
 import sys
-from collections.abc import Callable
 
 from scripts.lib import operators_corpora, operators_prediction, operators_salts
+from scripts.lib.check_parts import Part, figures_of, parts_of
 from scripts.lib.figures import parser, report
-from scripts.lib.isolation_drafts import NothingShown
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
+PARTS: dict[str, Part] = {
     "prediction": operators_prediction.check,
     "salts": operators_salts.check,
     "corpora": operators_corpora.check,
@@ -39,20 +37,12 @@ def main() -> int:
     args = parser(__doc__)
     args.add_argument("--edits", type=int, default=200, help="answers compared [%(default)s]")
     args.add_argument("--drafts", type=int, default=10_000, help="trees looked at [%(default)s]")
-    args.add_argument("--parts", default=",".join(PARTS), help="which ones [%(default)s]")
-    options = args.parse_args()
-    chosen = options.parts.split(",")
-    if unknown := [name for name in chosen if name not in PARTS]:
-        args.error(f"--parts {','.join(unknown)}: expected some of {', '.join(PARTS)}")
+    options = parts_of(args, PARTS, ",".join(PARTS))
     figures: dict[str, float] = {}
     shown = True
-    for name in chosen:
-        print(f"-- {name}", flush=True)
-        try:
-            figures |= PARTS[name](options)
-        except NothingShown as error:
-            print(f"error: {error}; this checks nothing", file=sys.stderr)
-            shown = False
+    for found in figures_of(options, PARTS):
+        shown = shown and found is not None
+        figures |= found or {}
     report(figures, options.json)
     wrong = any(figures.get(name, 0) for name in _FAILURES)
     worse = figures.get("corpora_accept_ratio", 1.0) < _LEAST_ACCEPT_RATIO
