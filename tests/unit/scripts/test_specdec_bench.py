@@ -30,8 +30,8 @@ from scripts.lib.translation_runs import Prompts
 from sglang_ext.drafters import Drafter
 from sglang_ext.request_options import RequestOptions
 from sglang_ext.tree import TokenTree
+from tests.unit.scripts.letters import END, Letters
 
-END = 9
 STREAMS = [
     Stream(("a b c d", "a b c d e f"), "A B C D E F"),
     Stream(("d d e f g h",), "D D E F G H"),
@@ -39,18 +39,6 @@ STREAMS = [
 PAIR = bench_specdec.Pair(
     "m", "{source_language} {target_language}\n\n{source}", "English", "German"
 )
-
-
-class Letters:
-    """A tokenizer whose token ids are code points."""
-
-    all_special_ids = (END,)
-
-    def apply_chat_template(self, messages, *, add_generation_prompt, return_dict, enable_thinking):
-        return [1, *map(ord, messages[0]["content"]), 2]
-
-    def decode(self, token_ids, *, skip_special_tokens):
-        return "".join(chr(t) for t in token_ids if not (skip_special_tokens and t == END))
 
 
 class FakeServer(ThreadingHTTPServer):

@@ -13,26 +13,14 @@ from scripts.lib import translation_runs
 from scripts.lib.ssbd_page import write_page
 from scripts.lib.ssbd_plots import AR, DEFAULT, EXACT, MODES, PUBLISHED_DEFAULT, TRIMMED, Tables
 from scripts.lib.ssbd_streams import Settings, Stream, Update
+from tests.unit.scripts.letters import END, Letters
 
-END = 9
 STREAMS = [Stream(("ab", "abcd", "abcdef"), "ABCDEF"), Stream(("xy", "xyz"), "XYZ")]
 
 TEMPLATE = "{source_language} to {target_language}\n\n{source}"
 SETTINGS = Settings(
     "m", "a.en", "English", "French", 2, TEMPLATE, tuple(s.reference for s in STREAMS)
 )
-
-
-class Letters:
-    """A tokenizer whose token ids are code points."""
-
-    all_special_ids = (END,)
-
-    def apply_chat_template(self, messages, *, add_generation_prompt, return_dict, enable_thinking):
-        return [1, *map(ord, messages[0]["content"]), 2]
-
-    def decode(self, token_ids, *, skip_special_tokens):
-        return "".join(chr(t) for t in token_ids if not (skip_special_tokens and t == END))
 
 
 class FakeServer(ThreadingHTTPServer):
