@@ -7,9 +7,10 @@ request's number makes the request: --offset goes on where a run was ended, and 
 --requests 1` sends one again. What fails is printed, and goes to --failures as a line of JSON.
 
 Memory is what the server's lasting processes have made themselves (scripts/lib/own_memory.py), at
-the end against after the first 1400 requests, two blocks of each class, when pools and caches have
-filled; over 100 MiB the exit code is 1. A server that is started here is started again after it
-died.
+rest at the end against at rest after the first 1400 requests, two blocks of each class, when pools
+and caches have filled; over 100 MiB the exit code is 1. At rest: a minute after the last request,
+when free heap has been given back (docs/cpu.md). A server that is started here is started again
+after it died.
 
     python -m scripts.fuzz_server [--requests 10000] [--seed 0] [--offset 0] [--url URL] [--pid PID]
         [--classes NAMES] [--failures FILE] [--quick] [--json FILE]
@@ -33,6 +34,7 @@ from scripts.lib.fuzz_grammar import FuzzRequest, block, classes, shortened
 from scripts.lib.http_client import HTTP
 from scripts.lib.own_memory import growth_mib, own_mib
 from scripts.lib.server import Server
+from sglang_ext.cpu.heap_trim import DEFAULT_SECONDS
 
 BLOCK = 50
 WARM_UP = 1400
@@ -42,6 +44,7 @@ _ALONE_TOKENS = 16
 _PARALLEL = 8
 _MODEL = "smollm2-135m-instruct"
 _MOST_GROWTH_MIB = 100
+_REST_S = DEFAULT_SECONDS + 2.0
 # A short context and few answers at once: what a request may cost here is small. Few grammars are
 # kept, so that the warm-up fills their cache.
 FLAGS = [
@@ -71,6 +74,7 @@ def main() -> int:
     if options.url:
         run = _fuzz_run(options, options.url, options.pid)
         run.send(options.offset, options.requests)
+        run.rest()
     else:
         run = _own_server(options)
     figures = run.figures()
@@ -96,6 +100,7 @@ def _own_server(options: argparse.Namespace) -> "FuzzRun":
             server.start().wait()
             run.restarted(server.pid)
             number = run.send(number, end - number)
+        run.rest()
     return run
 
 
@@ -131,14 +136,27 @@ class FuzzRun:
         self._statuses: Counter[str] = Counter()
         self._expected = self._client.known()
         self._pid: int | None = None
-        self._memory: list[dict[int, float]] = []  # after each block
+        self._rests: list[dict[int, float]] = []  # memory at rest
+        self._unrested = 0  # requests since the start or the last rest
         self.restarted(pid)
 
     def restarted(self, pid: int | None) -> None:
         """The server has started (again)."""
         self._pid = pid
         self._schedulers = _schedulers(pid)
-        self._memory.clear()
+        self._rests.clear()
+        self._unrested = 0
+
+    def rest(self) -> None:
+        """Read the server's memory once it has been without requests for a while."""
+        if self._pid is None or self._schedulers != _schedulers(self._pid):
+            return
+        print(f"at rest for {_REST_S:.0f} s", end="", flush=True)
+        time.sleep(_REST_S)
+        self._client.known()  # free heap is given back with a step
+        self._rests.append(own_mib(self._pid))
+        print(f": {sum(self._rests[-1].values()):.0f} MiB")
+        self._unrested = 0
 
     def send(self, first: int, count: int) -> int:
         """Send the requests of these numbers.
@@ -160,10 +178,13 @@ class FuzzRun:
                 number += len(part)
                 seconds = time.monotonic() - start
                 sound = self._is_sound(kind, number)
-                memory = f"{sum(self._memory[-1].values()):.0f} MiB" if self._memory else ""
-                print(f"{number}, {kind}, {seconds:.0f} s, {memory} {dict(self._counts)}")
+                memory = self._memory() if sound else ""
+                print(f"{number}, {kind}, {seconds:.0f} s{memory} {dict(self._counts)}")
                 if not sound:
                     break
+                self._unrested += len(part)
+                if not self._rests and self._unrested >= WARM_UP:
+                    self.rest()
         return number
 
     def figures(self) -> dict[str, float]:
@@ -217,13 +238,13 @@ class FuzzRun:
         if wrong:
             self._counts["wrong"] += 1
             print(f"after {kind}, {number}: a valid request does not give what it gave at first")
-        if self._pid is not None:
-            self._memory.append(own_mib(self._pid))
         return True
 
+    def _memory(self) -> str:
+        return "" if self._pid is None else f", {sum(own_mib(self._pid).values()):.0f} MiB"
+
     def _growth(self) -> float:
-        warm = self._memory[WARM_UP // BLOCK - 1 :] or self._memory
-        return growth_mib(warm[0], warm[-1]) if warm else 0.0
+        return growth_mib(self._rests[0], self._rests[-1]) if self._rests else 0.0
 
 
 def _schedulers(pid: int | None) -> set[int]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 TRIM_VARIABLE = "SGLANG_EXT_CPU_TRIM_SECONDS"
-_DEFAULT_SECONDS = 60.0
+DEFAULT_SECONDS = 60.0
 
 
 class HeapTrim:
@@ -51,7 +51,7 @@ class HeapTrim:
 def _configured_seconds() -> float:
     text = os.environ.get(TRIM_VARIABLE, "")
     try:
-        return float(text) if text else _DEFAULT_SECONDS
+        return float(text) if text else DEFAULT_SECONDS
     except ValueError:
         raise ValueError(
             f"{TRIM_VARIABLE} must be a number of seconds (0: never), got {text!r}"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -155,6 +156,28 @@ def test_one_corpus_at_a_time(datastore):
     with corpora._loading:
         assert "another corpus is being loaded" in add(documents=["a"]).message
     assert add(documents=["a"]).success
+
+
+def test_one_thread_tokenizes_whoever_asks(datastore):
+    """malloc keeps tens of MiB for each thread that has copied a tokenizer."""
+    seen = []
+
+    class Noting(Tokenizer):
+        def encode(self, text, add_special_tokens):
+            seen.append(threading.get_ident())
+            return super().encode(text, add_special_tokens)
+
+        def __deepcopy__(self, memo):
+            seen.append(threading.get_ident())
+            return self
+
+    for name in "abc":
+        request = SimpleNamespace(corpus_id=name, file_path=None, documents=["x"])
+        thread = threading.Thread(target=corpora.load, args=(Noting(), request, 10))
+        thread.start()
+        thread.join()
+    assert sorted(datastore.added) == ["a", "b", "c"]
+    assert len(seen) == 6 and len(set(seen)) == 1
 
 
 def test_tokens_are_int32(datastore):
