@@ -102,6 +102,7 @@ def beyond(figures: dict[str, float]) -> list[str]:
 def docs_figures(chosen: Sequence[Path]) -> dict[str, float]:
     """Run the commands of the pages, and say what came of each."""
     states = {"ok": 0, "failed": 0, "skipped": 0}
+    ran: dict[str, Outcome] = {}
     has_gpu = Path("/dev/nvidia0").exists()
     for page in chosen:
         commands = commands_of(page)
@@ -109,7 +110,7 @@ def docs_figures(chosen: Sequence[Path]) -> dict[str, float]:
             continue
         print(f"\n{page.relative_to(ROOT)}")
         with tempfile.TemporaryDirectory(prefix="docs-") as work:
-            for outcome in DocsRunner(Path(work), commands, has_gpu).outcomes():
+            for outcome in DocsRunner(Path(work), commands, has_gpu, ran).outcomes():
                 states[outcome.state] += 1
                 _show(outcome)
     return {

@@ -27,6 +27,8 @@ _COMMAND_S = 1800
 # Below what other programs on the machine leave; the pages' own flags come first.
 _SMALL_POOL = ["--max-total-tokens", "8192"]
 _PORT = re.compile(r"\b3000[01]\b")
+# Needs nothing that its page has made, and leaves nothing behind.
+_ALONE = re.compile(r"python -m scripts\.\w+( --quick| --parts [\w,]+)*")
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,18 @@ class DocsRunner:
         work: an empty folder.
         commands: the page's commands.
         has_gpu: whether this machine has a CUDA device.
+        ran: what came of checks and benchmarks on earlier pages, which are not run twice; those
+            of this page are added.
     """
 
-    def __init__(self, work: Path, commands: Sequence[Command], has_gpu: bool = False):
+    def __init__(
+        self,
+        work: Path,
+        commands: Sequence[Command],
+        has_gpu: bool = False,
+        ran: dict[str, Outcome] | None = None,
+    ):
+        self._ran = {} if ran is None else ran
         self._work = work
         self._commands = commands
         self._plans = [plan(command, has_gpu) for command in commands]
@@ -70,10 +81,17 @@ class DocsRunner:
                 if missing := self._missing(number):
                     yield Outcome(command, "skipped", f"needs {missing} of a command not run here")
                     continue
+                if before := self._ran.get(planned.text):
+                    where = f"as {before.command.page}:{before.command.line}"
+                    yield Outcome(command, before.state, where)
+                    continue
                 begun = time.monotonic()
                 detail = self._serve(number) if planned.kind is Kind.SERVE else self._run(number)
                 state = "failed" if detail else "ok"
-                yield Outcome(command, state, detail, time.monotonic() - begun)
+                outcome = Outcome(command, state, detail, time.monotonic() - begun)
+                if _ALONE.fullmatch(planned.text):
+                    self._ran[planned.text] = outcome
+                yield outcome
         finally:
             self._stop_servers()
 

@@ -150,6 +150,19 @@ def test_what_reads_the_results_of_a_skipped_command_is_skipped(tmp_path):
     assert "res" in found[1].detail
 
 
+def test_a_check_of_an_earlier_page_is_not_run_again(tmp_path, monkeypatch):
+    run = []
+    monkeypatch.setattr(DocsRunner, "_shell", lambda self, text: run.append(text) or "wrong")
+    ran = {}
+    for number, page in enumerate(("a.md", "b.md")):
+        commands = list(extract(block("python -m scripts.check_lens", "true"), page))
+        (tmp_path / page).mkdir()
+        found = list(DocsRunner(tmp_path / page, commands, ran=ran).outcomes())
+        assert [outcome.state for outcome in found] == ["failed", "failed"]
+        assert found[0].detail == ("wrong" if number == 0 else "as a.md:4")
+    assert run == ["python -m scripts.check_lens --quick", "true", "true"]
+
+
 # Figures
 
 
