@@ -7,10 +7,10 @@ request's number makes the request: --offset goes on where a run was ended, and 
 --requests 1` sends one again. What fails is printed, and goes to --failures as a line of JSON.
 
 Memory is what the server's lasting processes have made themselves (scripts/lib/own_memory.py), at
-rest at the end against at rest after the first 1400 requests, two blocks of each class, when pools
-and caches have filled; over 100 MiB the exit code is 1. At rest: a minute after the last request,
-when free heap has been given back (docs/cpu.md). A server that is started here is started again
-after it died.
+rest: a minute after the last request, when free heap has been given back (docs/cpu.md). That is
+after every 2800 requests, four blocks of each class, and at the end; memory_growth_mib is the last
+against the first, when pools and caches have filled (two of grammars, a tokenizer's copy: 100 MiB).
+Over 100 MiB the exit code is 1. A server that is started here is started again after it died.
 
     python -m scripts.fuzz_server [--requests 10000] [--seed 0] [--offset 0] [--url URL] [--pid PID]
         [--classes NAMES] [--failures FILE] [--quick] [--json FILE]
@@ -37,8 +37,8 @@ from scripts.lib.server import Server
 from sglang_ext.cpu.heap_trim import DEFAULT_SECONDS
 
 BLOCK = 50
-WARM_UP = 1400
-QUICK_REQUESTS = 2800
+REST_EVERY = 2800
+QUICK_REQUESTS = 4200
 _ALONE = 6
 _ALONE_TOKENS = 16
 _PARALLEL = 8
@@ -50,7 +50,7 @@ _REST_S = DEFAULT_SECONDS + 2.0
 FLAGS = [
     "--speculative-algorithm", "SSSD", "--budget", "fixed", "--drafters", "random,ssbd",
     "--context-length", "256", "--max-choices", "16", "--max-answers", "32",
-    "--chunked-prefill-size", "128", "--grammar-cache-mb", "32",
+    "--chunked-prefill-size", "128", "--grammar-cache-mb", "16",
 ]  # fmt: skip
 
 
@@ -151,6 +151,8 @@ class FuzzRun:
         """Read the server's memory once it has been without requests for a while."""
         if self._pid is None or self._schedulers != _schedulers(self._pid):
             return
+        if self._rests and not self._unrested:
+            return  # it has rested
         print(f"at rest for {_REST_S:.0f} s", end="", flush=True)
         time.sleep(_REST_S)
         self._client.known()  # free heap is given back with a step
@@ -183,7 +185,7 @@ class FuzzRun:
                 if not sound:
                     break
                 self._unrested += len(part)
-                if not self._rests and self._unrested >= WARM_UP:
+                if self._unrested >= REST_EVERY:
                     self.rest()
         return number
 
