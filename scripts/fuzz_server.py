@@ -9,8 +9,9 @@ request's number makes the request: --offset goes on where a run was ended, and 
 Memory is what the server's lasting processes have made themselves (scripts/lib/own_memory.py), at
 rest: a minute after the last request, when free heap has been given back (docs/cpu.md). That is
 after every 2800 requests, four blocks of each class, and at the end; memory_growth_mib is the last
-against the first, when pools and caches have filled (two of grammars, a tokenizer's copy: 100 MiB).
-Over 100 MiB the exit code is 1. A server that is started here is started again after it died.
+against the first, when pools and caches have filled. A corpus is added and removed at first: the
+tokenizer's copy that this takes stays. Over 100 MiB the exit code is 1. A server that is started
+here is started again after it died.
 
     python -m scripts.fuzz_server [--requests 10000] [--seed 0] [--offset 0] [--url URL] [--pid PID]
         [--classes NAMES] [--failures FILE] [--quick] [--json FILE]
@@ -146,6 +147,8 @@ class FuzzRun:
         self._schedulers = _schedulers(pid)
         self._rests.clear()
         self._unrested = 0
+        if pid is not None:
+            self._client.load_corpus()
 
     def rest(self) -> None:
         """Read the server's memory once it has been without requests for a while."""

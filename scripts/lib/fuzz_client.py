@@ -48,6 +48,17 @@ class FuzzClient:
         answer.raise_for_status()
         return list(answer.json()["output_ids"])
 
+    def load_corpus(self) -> None:
+        """Add a corpus, and remove it: the server copies its tokenizer for the first one."""
+        corpus = {"corpus_id": "warm-up"}
+        for path, body in (
+            ("/add_external_corpus", corpus | {"documents": ["warm-up"]}),
+            ("/remove_external_corpus", corpus),
+        ):
+            answer = HTTP.post(self._url + path, json=body, timeout=TIMEOUT_S)
+            if not (answer.is_success and answer.json()["success"]):
+                raise ValueError(f"{path}: {answer.text[:300]}")
+
     def alive(self) -> bool:
         """Whether the server answers."""
         try:
