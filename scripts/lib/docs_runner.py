@@ -117,7 +117,8 @@ class DocsRunner:
     def _run(self, number: int) -> str:
         """Run a command; returns what went wrong, "" if nothing did."""
         text = self._plans[number].text
-        ports = set(_PORT.findall(self._with_variables(text)))
+        filled = self._with_variables(text)
+        ports = {shown for shown, here in self._ports.items() if shown in filled or here in filled}
         if not ports:
             self._stop_servers()
         for port in sorted(ports - set(self._servers)):

@@ -1,5 +1,7 @@
 """The house check: which commands the docs show, what is done with them, and what is counted."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from scripts.check_house import LIMITS, PLACES, beyond
@@ -139,6 +141,23 @@ def test_commands_run_with_the_variables_of_those_before(tmp_path):
     found = list(DocsRunner(tmp_path, list(extract(page))).outcomes())
     assert [outcome.state for outcome in found] == ["ok", "ok", "failed", "skipped", "failed"]
     assert "exit code 1" in found[2].detail
+
+
+def test_a_server_stays_for_commands_that_name_it_by_a_variable(tmp_path, monkeypatch):
+    serve = "sglang-ext serve --model m"
+    shown = block(serve, "U=http://127.0.0.1:30000/x", "test -n $U", "true")
+    runner = DocsRunner(tmp_path, list(extract(shown)))
+    begun, known = [], runner._servers
+
+    def begin(self, number):
+        begun.append(number)
+        known["30000"] = SimpleNamespace(stop=lambda: begun.append("stop"))
+        return ""
+
+    monkeypatch.setattr(DocsRunner, "_serve", begin)
+    states = [(outcome.state, list(known)) for outcome in runner.outcomes()]
+    there = ("ok", ["30000"])
+    assert states == [there, there, there, ("ok", [])] and begun == [0, "stop"]
 
 
 def test_what_reads_the_results_of_a_skipped_command_is_skipped(tmp_path):
