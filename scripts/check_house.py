@@ -1,7 +1,8 @@
 """The rules of the house, counted: where files lie, how long they are, what imports what, what the
 docs promise.
 
-    python -m scripts.check_house [--quick] [--pages docs/x.md ...] [--test-minutes] [--json FILE]
+    python -m scripts.check_house [--quick] [--pages docs/x.md ...] [--record FILE] [--test-minutes]
+        [--json FILE]
 
 Every violation is listed with its file and line; exit code 1 where a figure is beyond its limit.
 
@@ -11,7 +12,8 @@ worker_lines: of sglang_ext/worker.py. functions_over_50_lines: in the packages 
 import_circles: modules that import each other. upward_imports: what docs/architecture.md forbids.
 unresolved_hook_targets: places where SGLang is touched that the installed one does not have.
 docs_commands_run, _skipped, _failed: commands of README.md, CONTRIBUTING.md and docs/ that ended
-well, were left out for the reason that is printed, and did not; with --quick none is run.
+well, were left out for the reason that is printed, and did not; with --quick none is run. All take
+hours: --record keeps what ended well, for a later run of the same commit.
 test_minutes: of `make test`, with --test-minutes only; a test that fails is beyond every limit.
 """
 
@@ -20,11 +22,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from scripts.lib import house_figures
-from scripts.lib.docs_commands import commands_of, pages
+from scripts.lib.docs_commands import Command, commands_of, pages
+from scripts.lib.docs_record import DocsRecord, commit
 from scripts.lib.docs_runner import DocsRunner, Outcome
 from scripts.lib.figures import parser, report
 from scripts.lib.house_figures import Place
@@ -66,7 +69,7 @@ def main() -> int:
     if options.quick:
         print("\nthe docs' commands are not run: --quick")
     else:
-        figures |= docs_figures(options.pages)
+        figures |= docs_figures(options.pages, DocsRecord(options.record, options.commit))
     if options.test_minutes:
         figures["test_minutes"], passed = test_minutes()
         print("\nmake test " + ("passed" if passed else "FAILED"))
@@ -86,11 +89,20 @@ def _options() -> argparse.Namespace:
     made.add_argument(
         "--pages", nargs="+", type=Path, metavar="PAGE", help="whose commands are run [all]"
     )
+    made.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="keeps what ended well on this commit",
+    )
     made.add_argument("--test-minutes", action="store_true", help="time `make test`")
     options = made.parse_args()
     options.pages = [path.resolve() for path in options.pages] if options.pages else pages()
     if unknown := [str(path) for path in options.pages if path not in pages()]:
         made.error(f"--pages: not among the docs: {', '.join(unknown)}")
+    options.commit = commit() if options.record else ""
+    if options.commit is None:
+        made.error("--record: what differs from the commit must be committed first: git status")
     return options
 
 
@@ -99,25 +111,34 @@ def beyond(figures: dict[str, float]) -> list[str]:
     return [name for name, limit in LIMITS.items() if figures.get(name, 0) > limit]
 
 
-def docs_figures(chosen: Sequence[Path]) -> dict[str, float]:
-    """Run the commands of the pages, and say what came of each."""
+def docs_figures(chosen: Sequence[Path], record: DocsRecord) -> dict[str, float]:
+    """Run the commands of the pages, but those that are on record, and say what came of each."""
     states = {"ok": 0, "failed": 0, "skipped": 0}
-    ran: dict[str, Outcome] = {}
-    has_gpu = Path("/dev/nvidia0").exists()
     for page in chosen:
-        commands = commands_of(page)
+        commands, name = commands_of(page), str(page.relative_to(ROOT))
         if not commands:
             continue
-        print(f"\n{page.relative_to(ROOT)}")
-        with tempfile.TemporaryDirectory(prefix="docs-") as work:
-            for outcome in DocsRunner(Path(work), commands, has_gpu, ran).outcomes():
-                states[outcome.state] += 1
-                _show(outcome)
+        known = record.page(name)
+        print(f"\n{name}" + (", on record" if known else ""))
+        outcomes = []
+        for outcome in known or _outcomes(commands, record):
+            states[outcome.state] += 1
+            _show(outcome)
+            outcomes.append(outcome)
+        if not known:
+            record.add_page(name, outcomes)
     return {
         "docs_commands_run": states["ok"] + states["failed"],
         "docs_commands_skipped": states["skipped"],
         "docs_commands_failed": states["failed"],
     }
+
+
+def _outcomes(commands: Sequence[Command], record: DocsRecord) -> Iterator[Outcome]:
+    with tempfile.TemporaryDirectory(prefix="docs-") as work:
+        yield from DocsRunner(
+            Path(work), commands, Path("/dev/nvidia0").exists(), record
+        ).outcomes()
 
 
 def test_minutes() -> tuple[float, bool]:

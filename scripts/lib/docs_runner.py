@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from scripts.lib.docs_commands import Command, Kind, assigned, plan
 from scripts.lib.import_layers import ROOT
@@ -41,6 +42,16 @@ class Outcome:
     seconds: float = 0.0
 
 
+class Ran(Protocol):
+    """Knows what came of commands that need nothing of their page."""
+
+    def get(self, text: str) -> Outcome | None:
+        """What came of one; None: it has not been run."""
+
+    def add(self, text: str, outcome: Outcome) -> None:
+        """Keep it."""
+
+
 class DocsRunner:
     """A folder to run one page's commands in, with the servers that they need, one a port.
 
@@ -48,7 +59,7 @@ class DocsRunner:
         work: an empty folder.
         commands: the page's commands.
         has_gpu: whether this machine has a CUDA device.
-        ran: what came of checks and benchmarks on earlier pages, which are not run twice; those
+        ran: what came of checks and benchmarks on other pages, which are not run twice; those
             of this page are added.
     """
 
@@ -57,9 +68,9 @@ class DocsRunner:
         work: Path,
         commands: Sequence[Command],
         has_gpu: bool = False,
-        ran: dict[str, Outcome] | None = None,
+        ran: Ran | None = None,
     ):
-        self._ran = {} if ran is None else ran
+        self._ran = ran
         self._work = work
         self._commands = commands
         self._plans = [plan(command, has_gpu) for command in commands]
@@ -81,7 +92,8 @@ class DocsRunner:
                 if missing := self._missing(number):
                     yield Outcome(command, "skipped", f"needs {missing} of a command not run here")
                     continue
-                if before := self._ran.get(planned.text):
+                alone = self._ran if _ALONE.fullmatch(planned.text) else None
+                if alone and (before := alone.get(planned.text)):
                     where = f"as {before.command.page}:{before.command.line}"
                     yield Outcome(command, before.state, where)
                     continue
@@ -89,8 +101,8 @@ class DocsRunner:
                 detail = self._serve(number) if planned.kind is Kind.SERVE else self._run(number)
                 state = "failed" if detail else "ok"
                 outcome = Outcome(command, state, detail, time.monotonic() - begun)
-                if _ALONE.fullmatch(planned.text):
-                    self._ran[planned.text] = outcome
+                if alone:
+                    alone.add(planned.text, outcome)
                 yield outcome
         finally:
             self._stop_servers()

@@ -170,7 +170,7 @@ def plan_members(args: argparse.Namespace) -> list[Member]:
         router += ["--decode", _url(port)]
     router += shlex.split(args.router_flags)
     where = "127.0.0.1" if args.host == "0.0.0.0" else args.host
-    return [*members, Member("router", router, f"http://{where}:{args.port}")]
+    return [*members, Member("router", router, f"http://{where}:{args.port}", last=True)]
 
 
 def _server(common: Sequence[str], port: int, mode: str, *more: str) -> list[str]:

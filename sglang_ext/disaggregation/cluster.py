@@ -28,6 +28,7 @@ class Member(ServerProcess):
 
     Attributes:
         name: what to call it, as "decode 1".
+        last: it is started when all others are ready: a router, which else answers before them.
         ready: whether it has been up since it was last started.
         failed_starts: how often in a row it ended before it was.
     """
@@ -39,8 +40,10 @@ class Member(ServerProcess):
         url: str,
         env: Mapping[str, str] | None = None,
         without: Sequence[str] = (),
+        last: bool = False,
     ):
         super().__init__(name, command, url, Path(os.devnull), env=env, without=without)
+        self.last = last
         self.ready = False
         self.failed_starts = 0
 
@@ -70,12 +73,11 @@ class Cluster:
         self._folder = folder
         self._say = say
         self._restart = restart
+        self._started: list[Member] = []
 
     def __enter__(self) -> "Cluster":
         try:
-            for member in self.members:
-                member.log = self._folder / f"{member.name.replace(' ', '-')}.log"
-                member.start()
+            self._start(last=False)
         except BaseException:
             self.stop()
             raise
@@ -90,16 +92,27 @@ class Cluster:
         Raises:
             ClusterError: one of them ended, or took too long.
         """
+        self._wait_for_started()
+        self._start(last=True)
+        self._wait_for_started()
+
+    def _start(self, last: bool) -> None:
+        for member in (member for member in self.members if member.last is last):
+            member.log = self._folder / f"{member.name.replace(' ', '-')}.log"
+            member.start()
+            self._started.append(member)
+
+    def _wait_for_started(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not all(member.ready for member in self.members):
-            for member in self.members:
+        while not all(member.ready for member in self._started):
+            for member in self._started:
                 code = member.exit_code()
                 if code is not None:
                     words = f"did not start (exit code {code}):\n{member.tail()}"
                     raise ClusterError(f"{member.name} {words}")
                 self._look(member)
             if time.monotonic() > deadline:
-                late = ", ".join(m.name for m in self.members if not m.ready)
+                late = ", ".join(m.name for m in self._started if not m.ready)
                 raise ClusterError(f"not ready after {START_TIMEOUT_S:.0f} s: {late}")
             time.sleep(POLL_S)
 

@@ -8,6 +8,7 @@ of its headers, so that all clients would share one namespace and no key would a
 """
 
 import asyncio
+import logging
 from collections.abc import Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from yarl import URL
 
 from sglang_ext.api.http import ApiError
 from sglang_ext.options import Options
+
+logger = logging.getLogger(__name__)
 
 AUTHORIZATION = "authorization"
 _Headers = tuple[tuple[str, str], ...]
@@ -67,7 +70,8 @@ def client_session(*args: Any, **options: Any) -> aiohttp.ClientSession:
 
 
 def extend(mini_lb: Any, namespace_header: str) -> None:
-    """Have the module `sglang_router.mini_lb` carry headers, and pass deletions on.
+    """Have the module `sglang_router.mini_lb` carry headers, pass deletions on, and answer 503 in
+    OpenAI's shape where a server is down.
 
     Args:
         namespace_header: empty: Authorization alone is carried.
@@ -83,6 +87,13 @@ def extend(mini_lb: Any, namespace_header: str) -> None:
 
     for path in ("/datastore/namespaces/{namespace}", "/datastore/requests/{rid:path}"):
         mini_lb.app.add_api_route(path, delete, methods=["DELETE"])
+    mini_lb.app.add_exception_handler(aiohttp.ClientConnectionError, _unreachable)
+
+
+async def _unreachable(_request: Request, error: Exception) -> JSONResponse:
+    logger.warning("a request could not be passed on: %s", error)
+    message = "a server behind this router cannot be reached, try again later"
+    return ApiError(message, 503, code="server_unavailable").response()
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,22 @@ def test_all_start_and_stop_together(tmp_path: Path) -> None:
     assert (tmp_path / "prefill-1.log").read_text() == "listening\n"
 
 
+def test_a_router_is_started_when_the_servers_are_ready(tmp_path: Path) -> None:
+    router, server = member("router"), member("decode 1")
+    router.last = True
+    started: list[str] = []
+
+    def say(line: str) -> None:
+        started.append(line.split(" is ready")[0])
+        if started == ["decode 1"]:
+            assert router.log == Path(os.devnull) and not router.is_running()
+
+    with Cluster([router, server], tmp_path, say, restart=True) as cluster:
+        cluster.wait()
+        assert is_up(router.url)
+    assert started == ["decode 1", "router"] and not is_up(router.url)
+
+
 def test_one_that_does_not_start_ends_all_with_its_last_words(tmp_path: Path) -> None:
     good = member("prefill 1")
     with (

@@ -6,11 +6,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
-from sglang_ext.disaggregation.mini_router import AUTHORIZATION
+from sglang_ext.disaggregation.mini_router import AUTHORIZATION, extend
 from sglang_ext.options import env_name
 from sglang_ext.servers.processes import free_port, kill_group, start
 from tests.eventually import eventually
@@ -200,3 +203,18 @@ def test_a_deletion_that_one_server_misses_says_so(mini, monkeypatch):
     answer = mini.client.delete("/datastore/namespaces/a")
     assert answer.status_code == 503
     assert "hung up; 1 of 3 servers did" in answer.json()["error"]["message"]
+
+
+def test_a_server_that_is_down_is_said_in_openais_shape():
+    module = SimpleNamespace(app=FastAPI())
+    extend(module, HEADER)
+
+    @module.app.post("/generate")
+    async def generate():
+        async with module.aiohttp.ClientSession() as session:
+            await session.post(f"http://127.0.0.1:{free_port()}/generate")
+
+    answer = TestClient(module.app).post("/generate")
+    error = answer.json()["error"]
+    assert answer.status_code == 503 and error["code"] == "server_unavailable"
+    assert "try again" in error["message"] and "127.0.0.1" not in error["message"]

@@ -6,7 +6,8 @@ import pytest
 
 from scripts.check_house import LIMITS, PLACES, beyond
 from scripts.lib.docs_commands import Command, Kind, assigned, commands_of, extract, pages, plan
-from scripts.lib.docs_runner import DocsRunner
+from scripts.lib.docs_record import DocsRecord
+from scripts.lib.docs_runner import DocsRunner, Outcome
 from scripts.lib.house_figures import declared_hooks, hook_lookups, long_functions
 
 
@@ -172,7 +173,7 @@ def test_what_reads_the_results_of_a_skipped_command_is_skipped(tmp_path):
 def test_a_check_of_an_earlier_page_is_not_run_again(tmp_path, monkeypatch):
     run = []
     monkeypatch.setattr(DocsRunner, "_shell", lambda self, text: run.append(text) or "wrong")
-    ran = {}
+    ran = DocsRecord(None, "")
     for number, page in enumerate(("a.md", "b.md")):
         commands = list(extract(block("python -m scripts.check_lens", "true"), page))
         (tmp_path / page).mkdir()
@@ -180,6 +181,21 @@ def test_a_check_of_an_earlier_page_is_not_run_again(tmp_path, monkeypatch):
         assert [outcome.state for outcome in found] == ["failed", "failed"]
         assert found[0].detail == ("wrong" if number == 0 else "as a.md:4")
     assert run == ["python -m scripts.check_lens --quick", "true", "true"]
+
+
+def test_what_ended_well_on_a_commit_is_on_record(tmp_path):
+    ok, wrong = (Outcome(Command("a.md", 3, "true"), state, "", 2.5) for state in ("ok", "failed"))
+    file = tmp_path / "record"
+    made = DocsRecord(file, "c1")
+    made.add("one", ok)
+    made.add("two", wrong)
+    made.add_page("a.md", [ok, ok])
+    made.add_page("b.md", [ok, wrong])
+    again = DocsRecord(file, "c1")
+    assert again.get("one") == ok and again.page("a.md") == [ok, ok]
+    assert again.get("two") is None and again.page("b.md") is None and made.get("two") == wrong
+    other = DocsRecord(file, "c2")
+    assert other.get("one") is None and other.page("a.md") is None
 
 
 # Figures
