@@ -13,7 +13,7 @@ import_circles: modules that import each other. upward_imports: what docs/archit
 unresolved_hook_targets: places where SGLang is touched that the installed one does not have.
 docs_commands_run, _skipped, _failed: commands of README.md, CONTRIBUTING.md and docs/ that ended
 well, were left out for the reason that is printed, and did not; with --quick none is run. All take
-hours: --record keeps what ended well, for a later run of the same commit.
+hours: --record keeps what ended well, for a later run of the same code.
 test_minutes: of `make test`, with --test-minutes only; a test that fails is beyond every limit.
 """
 
@@ -93,7 +93,7 @@ def _options() -> argparse.Namespace:
         "--record",
         type=Path,
         metavar="FILE",
-        help="keeps what ended well on this commit",
+        help="keeps what ended well with this code",
     )
     made.add_argument("--test-minutes", action="store_true", help="time `make test`")
     options = made.parse_args()
@@ -118,7 +118,7 @@ def docs_figures(chosen: Sequence[Path], record: DocsRecord) -> dict[str, float]
         commands, name = commands_of(page), str(page.relative_to(ROOT))
         if not commands:
             continue
-        known = record.page(name)
+        known = record.page(name, commands)
         print(f"\n{name}" + (", on record" if known else ""))
         outcomes = []
         for outcome in known or _outcomes(commands, record):

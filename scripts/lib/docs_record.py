@@ -1,8 +1,10 @@
-"""What came of the docs' commands on one commit: a run that was cut short goes on where it was, and
-several runs of some pages each make one."""
+"""What came of the docs' commands with the same code: a run that was cut short goes on where it was,
+and several runs of some pages each make one."""
 
 import fcntl
+import hashlib
 import json
+import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -12,11 +14,13 @@ from scripts.lib.docs_commands import Command
 from scripts.lib.docs_runner import Outcome
 from scripts.lib.import_layers import ROOT
 
+_UNREAD = re.compile(r"\.md$|^tests/|^scripts/check_house\.py$|^scripts/lib/(docs|house)_\w+\.py$")
+
 
 class DocsRecord:
     """Outcomes in a file, a line of JSON each, which several processes may share.
 
-    What failed is not kept: it runs again. Nor is anything of another commit.
+    What failed is not kept: it runs again. Nor is anything of other code.
 
     Args:
         path: the file, made where there is none; None: outcomes are known to this process alone.
@@ -39,9 +43,12 @@ class DocsRecord:
         if outcome.state == "ok":
             self._write("command", text, [outcome])
 
-    def page(self, name: str) -> list[Outcome] | None:
+    def page(self, name: str, commands: Sequence[Command]) -> list[Outcome] | None:
         """What came of all commands of a page; None: not all of them have run."""
-        return next(self._lines("page", name), None)
+        for outcomes in self._lines("page", name):
+            if [outcome.command for outcome in outcomes] == commands:
+                return outcomes
+        return None
 
     def add_page(self, name: str, outcomes: Sequence[Outcome]) -> None:
         """Keep it, if none has failed."""
@@ -66,10 +73,18 @@ class DocsRecord:
 
 
 def commit() -> str | None:
-    """The commit that is checked out; None: files differ from it."""
+    """What is checked out, as far as the docs' commands read it; None: files differ from it.
+
+    The docs themselves, the tests, and what runs the commands are left out: a page that is mended
+    is read again by its commands.
+    """
 
     def git(*words: str) -> str:
         command = ["git", *words]
         return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
-    return None if git("status", "--porcelain") else git("rev-parse", "HEAD").strip()
+    if git("status", "--porcelain"):
+        return None
+    lines = git("ls-tree", "-r", "HEAD").splitlines()
+    read = [line for line in lines if not _UNREAD.search(line.partition("\t")[2])]
+    return hashlib.sha256("\n".join(read).encode()).hexdigest()

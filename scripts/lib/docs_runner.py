@@ -134,7 +134,10 @@ class DocsRunner:
         if not ports:
             self._stop_servers()
         for port in sorted(ports - set(self._servers)):
-            if wrong := self._serve(self._server_of(port, number)):
+            server = self._server_of(port, number)
+            if server is None:
+                return f"{self._commands[number].page} shows no server on port {port}"
+            if wrong := self._serve(server):
                 return wrong
         return self._shell(self._filled(text))
 
@@ -154,22 +157,18 @@ class DocsRunner:
         used = [line for line in known if any(f"${name}" in text for name in assigned_names(line))]
         return "\n".join([text, *used])
 
-    def _server_of(self, port: str, number: int) -> int:
+    def _server_of(self, port: str, number: int) -> int | None:
         """Which of the page's servers on a port a command is for: the last one shown before it.
 
-        Where there is none, the first one behind it.
-
-        Raises:
-            ValueError: the page shows none.
+        Where there is none, the first one behind it; None: the page shows none.
         """
         servers = [
             n
             for n, planned in enumerate(self._plans)
             if planned.kind is Kind.SERVE and _port_of(planned.text) == port
         ]
-        if not servers:
-            raise ValueError(f"{self._commands[number].page} shows no server on port {port}")
-        return max((n for n in servers if n < number), default=servers[0])
+        before = [n for n in servers if n < number]
+        return max(before) if before else next(iter(servers), None)
 
     def _serve(self, number: int) -> str:
         """Start a server and wait until it answers; returns what went wrong, "" if nothing did."""

@@ -144,6 +144,11 @@ def test_commands_run_with_the_variables_of_those_before(tmp_path):
     assert "exit code 1" in found[2].detail
 
 
+def test_a_command_for_a_server_that_its_page_does_not_show_fails(tmp_path):
+    (found,) = DocsRunner(tmp_path, list(extract(block("curl 127.0.0.1:30000")))).outcomes()
+    assert found.state == "failed" and "no server on port 30000" in found.detail
+
+
 def test_a_server_stays_for_commands_that_name_it_by_a_variable(tmp_path, monkeypatch):
     serve = "sglang-ext serve --model m"
     shown = block(serve, "U=http://127.0.0.1:30000/x", "test -n $U", "true")
@@ -192,10 +197,12 @@ def test_what_ended_well_on_a_commit_is_on_record(tmp_path):
     made.add_page("a.md", [ok, ok])
     made.add_page("b.md", [ok, wrong])
     again = DocsRecord(file, "c1")
-    assert again.get("one") == ok and again.page("a.md") == [ok, ok]
-    assert again.get("two") is None and again.page("b.md") is None and made.get("two") == wrong
+    shown = [ok.command] * 2
+    assert again.get("one") == ok and again.page("a.md", shown) == [ok, ok]
+    assert again.page("a.md", shown[:1]) is None and again.page("b.md", shown) is None
+    assert again.get("two") is None and made.get("two") == wrong
     other = DocsRecord(file, "c2")
-    assert other.get("one") is None and other.page("a.md") is None
+    assert other.get("one") is None and other.page("a.md", shown) is None
 
 
 # Figures
