@@ -1,5 +1,5 @@
-"""What came of the docs' commands with the same code: a run that was cut short goes on where it was,
-and several runs of some pages each make one."""
+"""What came of the docs' commands with the same code: a run that was cut short goes on where it
+was, and several runs of some pages each make one."""
 
 import fcntl
 import hashlib
