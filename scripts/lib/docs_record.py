@@ -24,12 +24,12 @@ class DocsRecord:
 
     Args:
         path: the file, made where there is none; None: outcomes are known to this process alone.
-        commit: what the outcomes are of.
+        code: what the outcomes are of, from `code_fingerprint`.
     """
 
-    def __init__(self, path: Path | None, commit: str):
+    def __init__(self, path: Path | None, code: str):
         self._path = path
-        self._commit = commit
+        self._code = code
         self._own: dict[str, Outcome] = {}
 
     def get(self, text: str) -> Outcome | None:
@@ -59,21 +59,21 @@ class DocsRecord:
         if self._path is None or not self._path.exists():
             return
         for line in map(json.loads, self._path.read_text().splitlines()):
-            if (line["commit"], line["kind"], line["name"]) == (self._commit, kind, name):
+            if (line["code"], line["kind"], line["name"]) == (self._code, kind, name):
                 yield [Outcome(Command(**o.pop("command")), **o) for o in line["outcomes"]]
 
     def _write(self, kind: str, name: str, outcomes: Sequence[Outcome]) -> None:
         if self._path is None:
             return
-        made = {"commit": self._commit, "kind": kind, "name": name}
+        made = {"code": self._code, "kind": kind, "name": name}
         line = json.dumps(made | {"outcomes": [asdict(outcome) for outcome in outcomes]})
         with self._path.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.write(line + "\n")
 
 
-def commit() -> str | None:
-    """What is checked out, as far as the docs' commands read it; None: files differ from it.
+def code_fingerprint() -> str | None:
+    """Of what is checked out, as far as the docs' commands read it; None: files differ from it.
 
     The docs themselves, the tests, and what runs the commands are left out: a page that is mended
     is read again by its commands.

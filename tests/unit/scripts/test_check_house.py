@@ -188,7 +188,7 @@ def test_a_check_of_an_earlier_page_is_not_run_again(tmp_path, monkeypatch):
     assert run == ["python -m scripts.check_lens --quick", "true", "true"]
 
 
-def test_what_ended_well_on_a_commit_is_on_record(tmp_path):
+def test_what_ended_well_with_the_same_code_is_on_record(tmp_path):
     ok, wrong = (Outcome(Command("a.md", 3, "true"), state, "", 2.5) for state in ("ok", "failed"))
     file = tmp_path / "record"
     made = DocsRecord(file, "c1")
