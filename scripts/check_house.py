@@ -26,8 +26,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from scripts.lib import house_figures
+from scripts.lib.docs_code import checked_out
 from scripts.lib.docs_commands import Command, commands_of, pages
-from scripts.lib.docs_record import DocsRecord, code_fingerprint
+from scripts.lib.docs_record import DocsRecord
 from scripts.lib.docs_runner import DocsRunner, Outcome
 from scripts.lib.figures import parser, report
 from scripts.lib.house_figures import Place
@@ -69,7 +70,8 @@ def main() -> int:
     if options.quick:
         print("\nthe docs' commands are not run: --quick")
     else:
-        figures |= docs_figures(options.pages, DocsRecord(options.record, options.code))
+        code = options.code.fingerprint if options.code else lambda _: ""
+        figures |= docs_figures(options.pages, DocsRecord(options.record, code))
     if options.test_minutes:
         figures["test_minutes"], passed = test_minutes()
         print("\nmake test " + ("passed" if passed else "FAILED"))
@@ -100,8 +102,8 @@ def _options() -> argparse.Namespace:
     options.pages = [path.resolve() for path in options.pages] if options.pages else pages()
     if unknown := [str(path) for path in options.pages if path not in pages()]:
         made.error(f"--pages: not among the docs: {', '.join(unknown)}")
-    options.code = code_fingerprint() if options.record else ""
-    if options.code is None:
+    options.code = checked_out() if options.record else None
+    if options.record and options.code is None:
         made.error("--record: what differs from the commit must be committed first: git status")
     return options
 

@@ -2,19 +2,13 @@
 was, and several runs of some pages each make one."""
 
 import fcntl
-import hashlib
 import json
-import re
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from scripts.lib.docs_commands import Command
 from scripts.lib.docs_runner import Outcome
-from scripts.lib.import_layers import ROOT
-
-_UNREAD = re.compile(r"\.md$|^tests/|^scripts/check_house\.py$|^scripts/lib/(docs|house)_\w+\.py$")
 
 
 class DocsRecord:
@@ -24,10 +18,10 @@ class DocsRecord:
 
     Args:
         path: the file, made where there is none; None: outcomes are known to this process alone.
-        code: what the outcomes are of, from `code_fingerprint`.
+        code: a text of commands -> the fingerprint of the code that they run.
     """
 
-    def __init__(self, path: Path | None, code: str):
+    def __init__(self, path: Path | None, code: Callable[[str], str]):
         self._path = path
         self._code = code
         self._own: dict[str, Outcome] = {}
@@ -35,17 +29,18 @@ class DocsRecord:
     def get(self, text: str) -> Outcome | None:
         """What came of a command that needs nothing of its page."""
         known = self._own.get(text)
-        return known or next((o for line in self._lines("command", text) for o in line), None)
+        lines = self._lines("command", text, text)
+        return known or next((o for line in lines for o in line), None)
 
     def add(self, text: str, outcome: Outcome) -> None:
         """Keep it."""
         self._own[text] = outcome
         if outcome.state == "ok":
-            self._write("command", text, [outcome])
+            self._write("command", text, text, [outcome])
 
     def page(self, name: str, commands: Sequence[Command]) -> list[Outcome] | None:
         """What came of all commands of a page; None: not all of them have run."""
-        for outcomes in self._lines("page", name):
+        for outcomes in self._lines("page", name, _text(commands)):
             if [outcome.command for outcome in outcomes] == commands:
                 return outcomes
         return None
@@ -53,38 +48,26 @@ class DocsRecord:
     def add_page(self, name: str, outcomes: Sequence[Outcome]) -> None:
         """Keep it, if none has failed."""
         if all(outcome.state != "failed" for outcome in outcomes):
-            self._write("page", name, outcomes)
+            text = _text([outcome.command for outcome in outcomes])
+            self._write("page", name, text, outcomes)
 
-    def _lines(self, kind: str, name: str) -> Iterator[list[Outcome]]:
+    def _lines(self, kind: str, name: str, text: str) -> Iterator[list[Outcome]]:
         if self._path is None or not self._path.exists():
             return
+        wanted = (self._code(text), kind, name)
         for line in map(json.loads, self._path.read_text().splitlines()):
-            if (line["code"], line["kind"], line["name"]) == (self._code, kind, name):
+            if (line["code"], line["kind"], line["name"]) == wanted:
                 yield [Outcome(Command(**o.pop("command")), **o) for o in line["outcomes"]]
 
-    def _write(self, kind: str, name: str, outcomes: Sequence[Outcome]) -> None:
+    def _write(self, kind: str, name: str, text: str, outcomes: Sequence[Outcome]) -> None:
         if self._path is None:
             return
-        made = {"code": self._code, "kind": kind, "name": name}
+        made = {"code": self._code(text), "kind": kind, "name": name}
         line = json.dumps(made | {"outcomes": [asdict(outcome) for outcome in outcomes]})
         with self._path.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.write(line + "\n")
 
 
-def code_fingerprint() -> str | None:
-    """Of what is checked out, as far as the docs' commands read it; None: files differ from it.
-
-    The docs themselves, the tests, and what runs the commands are left out: a page that is mended
-    is read again by its commands.
-    """
-
-    def git(*words: str) -> str:
-        command = ["git", *words]
-        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-
-    if git("status", "--porcelain"):
-        return None
-    lines = git("ls-tree", "-r", "HEAD").splitlines()
-    read = [line for line in lines if not _UNREAD.search(line.partition("\t")[2])]
-    return hashlib.sha256("\n".join(read).encode()).hexdigest()
+def _text(commands: Sequence[Command]) -> str:
+    return "\n".join(command.text for command in commands)

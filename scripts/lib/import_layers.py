@@ -21,9 +21,9 @@ FORBIDDEN = {
 }
 
 
-def module_of(path: Path) -> str:
+def module_of(path: Path, root: Path = ROOT) -> str:
     """The dotted name of a source file, the package's for its `__init__.py`."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imports_of(source: str, module: str, is_package: bool) -> Iterator[str]:
@@ -70,9 +70,9 @@ def files_of(package: str) -> list[Path]:
     return files
 
 
-def imports_in(path: Path) -> set[str]:
+def imports_in(path: Path, root: Path = ROOT) -> set[str]:
     """What a source file may import, as `imports_of` names it."""
-    return set(imports_of(path.read_text(), module_of(path), path.name == "__init__.py"))
+    return set(imports_of(path.read_text(), module_of(path, root), path.name == "__init__.py"))
 
 
 def stated_layers() -> dict[str, int]:

@@ -1,0 +1,90 @@
+"""What of this repository a command of the docs reads, as a fingerprint: two runs of a command with
+the same one are runs of the same code."""
+
+import hashlib
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from scripts.lib.import_layers import ROOT, imports_in
+
+# What no command reads but as text to a person, and what runs the commands.
+_UNREAD = re.compile(
+    r"\.md$|^docs/|^tests/|^\.ci/|^scripts/check_house\.py$|^scripts/lib/(docs|house)_\w+\.py$"
+)
+_SCRIPT = re.compile(r"\bscripts[./]\w+(?:[./]\w+)*")
+
+
+class CheckedOut:
+    """The files of a commit.
+
+    All packages that are installed are read by every command; of scripts/ a command reads what it
+    names, and what that imports or names in turn.
+
+    Args:
+        files: path, relative to `root` -> the hash of what it holds.
+        root: where they lie.
+    """
+
+    def __init__(self, files: Mapping[str, str], root: Path = ROOT):
+        self._root = root
+        self._files = {path: blob for path, blob in files.items() if not _UNREAD.search(path)}
+        self._makefile = root / "Makefile"
+
+    def fingerprint(self, text: str) -> str:
+        """Of what one command reads, or several.
+
+        Args:
+            text: as shown.
+        """
+        if re.search(r"\bmake\b", text):
+            text += self._makefile.read_text()
+        scripts = self._scripts(text)
+        read = [
+            f"{path} {blob}"
+            for path, blob in sorted(self._files.items())
+            if path in scripts or not re.match(r"scripts/.*\.py$", path)
+        ]
+        return hashlib.sha256("\n".join(read).encode()).hexdigest()
+
+    def _scripts(self, text: str) -> set[str]:
+        """Files of scripts/ that a text names, and those that they need."""
+        found: set[str] = set()
+        waiting = list(self._named(text))
+        while waiting:
+            path = waiting.pop()
+            if path not in found:
+                found.add(path)
+                source = self._root / path
+                waiting.extend(self._named(source.read_text()))
+                waiting.extend(self._named("\n".join(imports_in(source, self._root))))
+        return found
+
+    def _named(self, text: str) -> Iterator[str]:
+        for name in _SCRIPT.findall(text):
+            path = name.removesuffix(".py").replace(".", "/")
+            while "/" in path:  # a.b.c may be c of the module a.b
+                if f"{path}.py" in self._files:
+                    yield f"{path}.py"
+                    break
+                if f"{path}/__main__.py" in self._files:  # its parts find each other by name
+                    yield from (f for f in self._files if re.match(rf"{path}/.*\.py$", f))
+                    break
+                path = path.rpartition("/")[0]
+
+
+def checked_out() -> CheckedOut | None:
+    """What is checked out here; None: files differ from the commit."""
+
+    def git(*words: str) -> str:
+        command = ["git", *words]
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+    if git("status", "--porcelain"):
+        return None
+    files = {}
+    for line in git("ls-tree", "-r", "HEAD").splitlines():
+        blob, _, path = line.partition("\t")
+        files[path] = blob.split()[2]
+    return CheckedOut(files)
