@@ -73,11 +73,10 @@ class Cluster:
         self._folder = folder
         self._say = say
         self._restart = restart
-        self._started: list[Member] = []
 
     def __enter__(self) -> "Cluster":
         try:
-            self._start(last=False)
+            self._start(self._first)
         except BaseException:
             self.stop()
             raise
@@ -92,27 +91,31 @@ class Cluster:
         Raises:
             ClusterError: one of them ended, or took too long.
         """
-        self._wait_for_started()
-        self._start(last=True)
-        self._wait_for_started()
+        self._wait_for(self._first)
+        self._start([member for member in self.members if member.last])
+        self._wait_for(self.members)
 
-    def _start(self, last: bool) -> None:
-        for member in (member for member in self.members if member.last is last):
+    @property
+    def _first(self) -> list[Member]:
+        """Those that wait for no others."""
+        return [member for member in self.members if not member.last]
+
+    def _start(self, members: Sequence[Member]) -> None:
+        for member in members:
             member.log = self._folder / f"{member.name.replace(' ', '-')}.log"
             member.start()
-            self._started.append(member)
 
-    def _wait_for_started(self) -> None:
+    def _wait_for(self, members: Sequence[Member]) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not all(member.ready for member in self._started):
-            for member in self._started:
+        while not all(member.ready for member in members):
+            for member in members:
                 code = member.exit_code()
                 if code is not None:
                     words = f"did not start (exit code {code}):\n{member.tail()}"
                     raise ClusterError(f"{member.name} {words}")
                 self._look(member)
             if time.monotonic() > deadline:
-                late = ", ".join(m.name for m in self._started if not m.ready)
+                late = ", ".join(m.name for m in members if not m.ready)
                 raise ClusterError(f"not ready after {START_TIMEOUT_S:.0f} s: {late}")
             time.sleep(POLL_S)
 

@@ -70,8 +70,8 @@ def client_session(*args: Any, **options: Any) -> aiohttp.ClientSession:
 
 
 def extend(mini_lb: Any, namespace_header: str) -> None:
-    """Have the module `sglang_router.mini_lb` carry headers, pass deletions on, and answer 503 in
-    OpenAI's shape where a server is down.
+    """Have the module `sglang_router.mini_lb` carry headers, pass deletions on, and answer in
+    OpenAI's shape where a server is down (503) or takes too long (504).
 
     Args:
         namespace_header: empty: Authorization alone is carried.
@@ -87,7 +87,15 @@ def extend(mini_lb: Any, namespace_header: str) -> None:
 
     for path in ("/datastore/namespaces/{namespace}", "/datastore/requests/{rid:path}"):
         mini_lb.app.add_api_route(path, delete, methods=["DELETE"])
+    mini_lb.app.add_exception_handler(TimeoutError, _late)
+    # Not made in time, a connection is both: the nearer base class, this one, counts.
     mini_lb.app.add_exception_handler(aiohttp.ClientConnectionError, _unreachable)
+
+
+async def _late(_request: Request, _error: Exception) -> JSONResponse:
+    logger.warning("a request took too long behind the router")
+    message = "a server behind this router has not answered in time, try again later"
+    return ApiError(message, 504, code="server_timeout").response()
 
 
 async def _unreachable(_request: Request, error: Exception) -> JSONResponse:

@@ -218,3 +218,16 @@ def test_a_server_that_is_down_is_said_in_openais_shape():
     error = answer.json()["error"]
     assert answer.status_code == 503 and error["code"] == "server_unavailable"
     assert "try again" in error["message"] and "127.0.0.1" not in error["message"]
+
+
+def test_a_server_that_takes_too_long_is_said_in_openais_shape():
+    module = SimpleNamespace(app=FastAPI())
+    extend(module, HEADER)
+
+    @module.app.post("/generate")
+    async def generate():
+        raise TimeoutError
+
+    answer = TestClient(module.app).post("/generate")
+    error = answer.json()["error"]
+    assert answer.status_code == 504 and error["code"] == "server_timeout"

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from scripts.check_house import LIMITS, PLACES, beyond
+from scripts.lib.docs_code import CheckedOut
 from scripts.lib.docs_commands import Command, Kind, assigned, commands_of, extract, pages, plan
 from scripts.lib.docs_record import DocsRecord
 from scripts.lib.docs_runner import DocsRunner, Outcome
@@ -178,7 +179,7 @@ def test_what_reads_the_results_of_a_skipped_command_is_skipped(tmp_path):
 def test_a_check_of_an_earlier_page_is_not_run_again(tmp_path, monkeypatch):
     run = []
     monkeypatch.setattr(DocsRunner, "_shell", lambda self, text: run.append(text) or "wrong")
-    ran = DocsRecord(None, "")
+    ran = DocsRecord(None, str)
     for number, page in enumerate(("a.md", "b.md")):
         commands = list(extract(block("python -m scripts.check_lens", "true"), page))
         (tmp_path / page).mkdir()
@@ -188,21 +189,74 @@ def test_a_check_of_an_earlier_page_is_not_run_again(tmp_path, monkeypatch):
     assert run == ["python -m scripts.check_lens --quick", "true", "true"]
 
 
+def test_a_benchmark_that_wrote_its_page_has_run_without_it_too(tmp_path, monkeypatch):
+    run = []
+    monkeypatch.setattr(DocsRunner, "_shell", lambda self, text: run.append(text) or "")
+    shown = [f"python -m scripts.bench_ssbd --quick{more}" for more in ("", " --docs docs", "")]
+    list(DocsRunner(tmp_path, list(extract(block(*shown))), ran=DocsRecord(None, str)).outcomes())
+    assert run == shown[:2]
+
+
 def test_what_ended_well_with_the_same_code_is_on_record(tmp_path):
     ok, wrong = (Outcome(Command("a.md", 3, "true"), state, "", 2.5) for state in ("ok", "failed"))
     file = tmp_path / "record"
-    made = DocsRecord(file, "c1")
+    made = DocsRecord(file, lambda text: f"c1 {text}")
     made.add("one", ok)
     made.add("two", wrong)
     made.add_page("a.md", [ok, ok])
     made.add_page("b.md", [ok, wrong])
-    again = DocsRecord(file, "c1")
+    again = DocsRecord(file, lambda text: f"c1 {text}")
     shown = [ok.command] * 2
     assert again.get("one") == ok and again.page("a.md", shown) == [ok, ok]
     assert again.page("a.md", shown[:1]) is None and again.page("b.md", shown) is None
     assert again.get("two") is None and made.get("two") == wrong
-    other = DocsRecord(file, "c2")
+    other = DocsRecord(file, lambda text: f"c2 {text}")
     assert other.get("one") is None and other.page("a.md", shown) is None
+
+
+SOURCES = {
+    "Makefile": "demo:\n\tpython -m scripts.demo\n",
+    "sglang_ext/worker.py": "",
+    "docs/a.md": "",
+    "scripts/data/text.gz": "",
+    "scripts/__init__.py": "",
+    "scripts/demo.py": "from scripts.lib import server\n",
+    "scripts/bench.py": "RUN = ['-m', 'scripts.kit']\n",
+    "scripts/kit/__main__.py": "from . import parts\n",
+    "scripts/kit/parts.py": "",
+    "scripts/kit/found_by_name.py": "",
+    "scripts/lib/__init__.py": "",
+    "scripts/lib/server.py": "from .client import get\n",
+    "scripts/lib/client.py": "",
+    "scripts/lib/docs_runner.py": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "read"),
+    [
+        ("sglang-ext serve", set()),
+        ("make demo", {"demo", "lib/server", "lib/client"}),
+        ("python -m scripts.demo --quick", {"demo", "lib/server", "lib/client"}),
+        (
+            "python -m scripts.bench",
+            {"bench", "kit/__main__", "kit/parts", "kit/found_by_name"},
+        ),
+    ],
+)
+def test_a_command_is_known_by_the_code_it_reads(tmp_path, command: str, read: set[str]):
+    for path, source in SOURCES.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(source)
+    before = CheckedOut(dict.fromkeys(SOURCES, "1"), tmp_path).fingerprint(command)
+    changes = {
+        path
+        for path in SOURCES
+        if CheckedOut(dict.fromkeys(SOURCES, "1") | {path: "2"}, tmp_path).fingerprint(command)
+        != before
+    }
+    always = {"Makefile", "sglang_ext/worker.py", "scripts/data/text.gz"}
+    assert changes == always | {f"scripts/{name}.py" for name in read}
 
 
 # Figures
