@@ -38,7 +38,7 @@ DEFENCES: dict[str, dict[str, Any]] = {
     "own": {"datastore": False},
     "plain": {"drafter": "none"},
 }
-_QUICK_PROMPTS = 12
+_QUICK_PROMPTS = 6
 _TIMEOUT_S = 300
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -158,25 +159,35 @@ def refused(server: Server) -> str:
     return log
 
 
-@pytest.mark.parametrize(
-    ("model", "flags", "message"),
-    [
-        ("smollm2-135m-instrukt", [], "smollm2-135m-instruct"),
-        (MODEL, [*SSSD, "--datastore", "/nowhere/answers"], "/nowhere/answers"),
-        (MODEL, [*SSSD, "--drafter", "eagle"], "unknown drafter 'eagle'"),
-        (MODEL, [*SSSD, "--prefix-length", "0"], "--prefix-length='0'"),
-        (MODEL, [*SSSD, "--speculative-num-draft-tokens", "900"], "expected 2 to 64"),
-        (MODEL, ["--port", "99999"], "--port 99999"),
-        (MODEL, [*SSSD, "--draft-model", "whisper-tiny.en"], "SpecASR needs a Whisper"),
-        ("whisper-base", [*SSSD, "--draft-model", MODEL], "SpecASR needs a Whisper"),
-        ("whisper-base", [*SSSD, "--draft-model", "whisper-tini.en"], "whisper-tiny.en"),
-        ("whisper-base", [*SSSD, "--drafter", "specasr"], "--drafter specasr needs --draft-model"),
-    ],
-)
-def test_a_wrong_command_line_is_one_clear_line(model, flags, message):
-    log = refused(Server(model, flags, name="wrong"))
+# (model, flags, what the message names)
+WRONG: list[tuple[str, list[str], str]] = [
+    ("smollm2-135m-instrukt", [], "smollm2-135m-instruct"),
+    (MODEL, [*SSSD, "--datastore", "/nowhere/answers"], "/nowhere/answers"),
+    (MODEL, [*SSSD, "--drafter", "eagle"], "unknown drafter 'eagle'"),
+    (MODEL, [*SSSD, "--prefix-length", "0"], "--prefix-length='0'"),
+    (MODEL, [*SSSD, "--speculative-num-draft-tokens", "900"], "expected 2 to 64"),
+    (MODEL, ["--port", "99999"], "--port 99999"),
+    (MODEL, [*SSSD, "--draft-model", "whisper-tiny.en"], "SpecASR needs a Whisper"),
+    ("whisper-base", [*SSSD, "--draft-model", MODEL], "SpecASR needs a Whisper"),
+    ("whisper-base", [*SSSD, "--draft-model", "whisper-tini.en"], "whisper-tiny.en"),
+    ("whisper-base", [*SSSD, "--drafter", "specasr"], "--drafter specasr needs --draft-model"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals() -> Iterator[list[Future[str]]]:
+    """What the wrong command lines print; two at a time, as each is busy with its imports."""
+    with ThreadPoolExecutor(2) as pool:
+        yield [
+            pool.submit(refused, Server(model, flags, name="wrong")) for model, flags, _ in WRONG
+        ]
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)), ids=[message for *_, message in WRONG])
+def test_a_wrong_command_line_is_one_clear_line(number, refusals):
+    log = refusals[number].result()
     errors = [line for line in log.splitlines() if "error:" in line]
-    assert len(errors) == 1 and message in errors[0], log
+    assert len(errors) == 1 and WRONG[number][2] in errors[0], log
     assert "Traceback" not in log
 
 
