@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +23,9 @@ from sglang_ext.sweep.data_files import CARRIED
 
 MODEL = "smollm2-135m-instruct"
 # Words in capitals that pages have their readers replace.
-PLACEHOLDERS = {"MODEL": MODEL, "FILE": "figures.json", "DIR": "out"}
+PLACEHOLDERS = {
+    "MODEL": MODEL, "FILE": "figures.json", "DIR": "out", "VERSION": version("sglang")
+}  # fmt: skip
 _DATA = ROOT / "scripts" / "data"
 _COMMAND_S = 1800
 # Below what other programs on the machine leave; the pages' own flags come first.
@@ -273,6 +276,7 @@ def _write_corpora(work: Path) -> None:
     (work / "answers.jsonl").write_text("\n".join(answers) + "\n")
     chats = [json.dumps({"messages": [{"role": "user", "content": r["question"]}]}) for r in rows]
     (work / "chats.jsonl").write_text("\n".join(chats) + "\n")
+    (work / "sentences.txt").write_text("\n".join(row["question"] for row in rows) + "\n")
 
 
 def _write_served(results: Path) -> None:
