@@ -276,7 +276,8 @@ def _write_corpora(work: Path) -> None:
     (work / "answers.jsonl").write_text("\n".join(answers) + "\n")
     chats = [json.dumps({"messages": [{"role": "user", "content": r["question"]}]}) for r in rows]
     (work / "chats.jsonl").write_text("\n".join(chats) + "\n")
-    (work / "sentences.txt").write_text("\n".join(row["question"] for row in rows) + "\n")
+    sentences = [row["question"].partition(". ")[0] for row in rows]
+    (work / "sentences.txt").write_text("\n".join(sentences) + "\n")
 
 
 def _write_served(results: Path) -> None:
