@@ -55,9 +55,15 @@ class KeyRefusal(BaseModel):
     error: str
 
 
+class NoSuchPath(BaseModel):
+    """FastAPI's answer to a path that is no route's; a name with a line feed makes one."""
+
+    detail: str
+
+
 REFUSALS: dict[int | str, Schema] = {
     "4XX": {
-        "model": Refusal | SglangRefusal | KeyRefusal,
+        "model": Refusal | SglangRefusal | KeyRefusal | NoSuchPath,
         "description": "The request is at fault; the message names the field.",
     },
     "5XX": {"model": Refusal, "description": "The server cannot do it, now or at all."},
