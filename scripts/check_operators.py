@@ -14,10 +14,11 @@ Parts (`--parts`):
   corpora_time_ratio: accept length and seconds of drafting over those with that corpus alone;
   corpora_unchosen_ratio: the accept length over it where all nine are read.
 - ops: the operations pack (docs/operations.md). dashboard_queries_empty, alert_queries_empty: those
-  that ask for a series or label which a server's /metrics does not show. dashboard_problems,
+  that ask for a series or a label which a server's /metrics does not show. dashboard_problems,
   alert_problems, dockerfile_problems, compose_problems, kubernetes_problems, systemd_problems: what
-  linters say of the files. openapi_5xx: of openapi_requests that Schemathesis made of /openapi.json,
-  on our routes; openapi_undescribed: answers that it does not describe. openapi_taken: a 200.
+  linters say of the files. openapi_5xx: of openapi_requests that Schemathesis made, by
+  /openapi.json, on our routes; openapi_undescribed: answers that it does not describe;
+  openapi_taken: requests that were a 200.
 
     python -m scripts.check_operators [--parts prediction,ops] [--quick] [--json FILE]
 """

@@ -79,7 +79,7 @@ def generate(url: str, model: str) -> None:
 
 
 def shown(url: str) -> dict[str, float]:
-    """Queries of the dashboard and of the alerts, and those that the server's series leave empty."""
+    """Queries of the dashboard and the alerts, and those for which the server has no series."""
     until = time.monotonic() + _SHOWN_S
     while True:
         scraped = Scraped(HTTP.get(f"{url}/metrics", timeout=30).text)

@@ -16,10 +16,15 @@ COMPOSE = ("compose.yaml", "compose.gpu.yaml")
 _SECONDS = 60.0
 
 
+def hadolint() -> str | None:
+    """The command of hadolint; None: it is not installed."""
+    beside = Path(sys.executable).with_name("hadolint")
+    return str(beside) if beside.exists() else shutil.which("hadolint")
+
+
 def dockerfile_problems(folder: Path) -> list[str]:
     """What hadolint says of the Dockerfile."""
-    beside = Path(sys.executable).with_name("hadolint")
-    tool = str(beside) if beside.exists() else shutil.which("hadolint")
+    tool = hadolint()
     if tool is None:
         return ["hadolint is not installed: pip install 'sglang-ext[dev]'"]
     return _lines([tool, "--no-color", str(folder / "Dockerfile")])
