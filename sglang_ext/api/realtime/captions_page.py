@@ -40,8 +40,8 @@ def register(app: FastAPI) -> None:
 def _describe(schema: Schema) -> None:
     """Put the page into /openapi.json where it is."""
     if serves_whisper():
-        answer = {"response_model": None, "response_class": HTMLResponse}
-        describe(schema, [APIRoute(PATH, page, methods=["GET"], tags=[TAG], **answer)])
+        route = APIRoute(PATH, page, methods=["GET"], tags=[TAG], response_class=HTMLResponse)
+        describe(schema, [route])
 
 
 async def page(request: Request) -> HTMLResponse:
