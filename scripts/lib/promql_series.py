@@ -80,6 +80,15 @@ def empty_parts(expression: str, scraped: Scraped) -> list[str]:
     return sorted(set(found))
 
 
+def series_asked(expression: str) -> list[Any]:
+    """The vector selectors of a query, as promql_parser has them.
+
+    Raises:
+        QueryError: it is no PromQL.
+    """
+    return _selectors(_parsed(expression))
+
+
 def dashboard_queries(text: str, scraped: Scraped) -> Iterator[Query]:
     """Each query of a Grafana dashboard, its variables chosen as "All" chooses them.
 
@@ -123,21 +132,26 @@ def _keeps(node: Any) -> bool:
 
 def _labels_missing(node: Any, scraped: Scraped) -> list[str]:
     """Labels that an aggregation keeps and no series below it has."""
-    import promql_parser as promql
-
-    series: list[dict[str, str]] = []
-
-    def visit(inner: Any) -> bool:
-        if isinstance(inner, promql.VectorSelector):
-            series.extend(scraped.matching(inner))
-        return True
-
-    promql.walk(node.expr, visit)
+    series = [labels for s in _selectors(node.expr) for labels in scraped.matching(s)]
     return [
         f"the label {label} of {node.prettify()}"
         for label in node.modifier.labels
         if series and not any(label in labels for labels in series)
     ]
+
+
+def _selectors(node: Any) -> list[Any]:
+    import promql_parser as promql
+
+    found: list[Any] = []
+
+    def visit(inner: Any) -> bool:
+        if isinstance(inner, promql.VectorSelector):
+            found.append(inner)
+        return True
+
+    promql.walk(node, visit)
+    return found
 
 
 def _all_values(variable: Any, values: Mapping[str, str], scraped: Scraped) -> str:
