@@ -13,13 +13,19 @@ Parts (`--parts`):
 - corpora: nine corpora of which a request chooses the right one. corpora_accept_ratio and
   corpora_time_ratio: accept length and seconds of drafting over those with that corpus alone;
   corpora_unchosen_ratio: the accept length over it where all nine are read.
+- ops: the operations pack (docs/operations.md). dashboard_queries_empty, alert_queries_empty: those
+  that ask for a series or a label which a server's /metrics does not show. dashboard_problems,
+  alert_problems, dockerfile_problems, compose_problems, kubernetes_problems, systemd_problems: what
+  linters say of the files. openapi_5xx: of openapi_requests that Schemathesis made, by
+  /openapi.json, on our routes; openapi_undescribed: answers that it does not describe;
+  openapi_taken: requests that were a 200.
 
-    python -m scripts.check_operators [--parts prediction,salts,corpora] [--quick] [--json FILE]
+    python -m scripts.check_operators [--parts prediction,ops] [--quick] [--json FILE]
 """
 
 import sys
 
-from scripts.lib import operators_corpora, operators_prediction, operators_salts
+from scripts.lib import operators_corpora, operators_ops, operators_prediction, operators_salts
 from scripts.lib.check_parts import Part, figures_of, parts_of
 from scripts.lib.figures import parser, report
 
@@ -27,9 +33,25 @@ PARTS: dict[str, Part] = {
     "prediction": operators_prediction.check,
     "salts": operators_salts.check,
     "corpora": operators_corpora.check,
+    "ops": operators_ops.check,
 }
 # Must be 0; figures of speed depend on the machine, and fail nothing.
-_FAILURES = ("prediction_mismatches", "usage_errors", "leaks", "contradictions_accepted")
+_FAILURES = (
+    "prediction_mismatches",
+    "usage_errors",
+    "leaks",
+    "contradictions_accepted",
+    "dashboard_queries_empty",
+    "alert_queries_empty",
+    "dashboard_problems",
+    "alert_problems",
+    "dockerfile_problems",
+    "compose_problems",
+    "kubernetes_problems",
+    "systemd_problems",
+    "openapi_5xx",
+    "openapi_undescribed",
+)
 _LEAST_ACCEPT_RATIO = 0.99
 
 

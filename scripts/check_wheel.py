@@ -30,6 +30,7 @@ from pathlib import Path
 
 from scripts.lib.figures import parser, report
 from scripts.lib.http_client import HTTP
+from sglang_ext.commands import ops
 from sglang_ext.extras import MODULES
 from sglang_ext.servers import processes
 from sglang_ext.servers.server_process import ServerError, ServerProcess
@@ -40,6 +41,7 @@ DATA = "sglang_ext/sweep/data"
 # What the wheel must hold, besides modules; in dist-info: the endings of their paths.
 FILES = (
     "sglang_ext/api/realtime/captions.html",
+    *(f"sglang_ext/commands/ops/pack/{name}" for name in ops.FILES),
     *(f"{package}/py.typed" for package in ("sglang_ext", "speech", "datastores")),
     *(f"{DATA}/{name}" for name in ("README.md", "spec_bench.jsonl.gz", "LJ001-0001.flac")),
 )
@@ -156,6 +158,7 @@ class Check:
         done = [
             self._serves({}),
             self._does("datastore", "build", store, str(text), "--tokenizer", MODEL),
+            self._does("ops", "write", str(self._work / "ops"), says="dashboard.json"),
         ]
         if not quick:
             clip = str(self._data / "LJ001-0001.flac")

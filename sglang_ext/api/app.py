@@ -15,12 +15,15 @@ def extend(app: Any, namespace_header: str) -> Any:
     from sglang_ext.admission.ollama import OllamaErrors
     from sglang_ext.api.datastore.routes import add_routes
     from sglang_ext.api.namespaces import NamespaceHeader
+    from sglang_ext.api.openapi import change_schema
+    from sglang_ext.api.predicted_outputs import describe_field
     from sglang_ext.api.translation import session_routes
     from sglang_ext.options import Options
 
     if not getattr(app.state, "sglang_ext", False):
         app.state.sglang_ext = True
         add_routes(app)
+        change_schema(app, describe_field)
         options = Options.from_env()
         if "ssbd" in options.loaded_drafters():
             session_routes.add_routes(app)

@@ -7,15 +7,17 @@ them, and pydantic drops what they do not declare. So the field is taken from th
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
 
 from sglang_ext import sglang_points
 from sglang_ext.admission.predictions import PREDICTION_KEY, Prediction
 from sglang_ext.api.http import ApiError
+from sglang_ext.api.openapi import Schema
 from sglang_ext.drafters.predicted_text import PredictedText
 from sglang_ext.request_options import LONGEST_PREDICTION, shown
 from sglang_ext.sglang_points.hooking import hook
@@ -24,6 +26,41 @@ from sglang_ext.sglang_points.hooking import hook
 _IDS_HEADER = "x-sglext-return-output-ids"
 # A streamed event without choices: the ids, or the usage. In a text the quotes are escaped.
 _NO_CHOICES = '"choices":[]'
+
+
+class PredictedPart(BaseModel):
+    """A part of a predicted text."""
+
+    # What OpenAI's clients send beside is ignored.
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text"]
+    text: Annotated[str, Field(max_length=LONGEST_PREDICTION)]
+
+
+class PredictedContent(BaseModel):
+    """OpenAI's `prediction`: text that the answer will probably be, a draft and no more."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["content"]
+    content: (
+        Annotated[str, Field(max_length=LONGEST_PREDICTION)]
+        | Annotated[list[str | PredictedPart], Field(min_length=1)]
+    )
+
+
+def describe_field(schema: Schema) -> None:
+    """Put the field into what /openapi.json says of chat completions."""
+    schemas = schema.get("components", {}).get("schemas", {})
+    if "ChatCompletionRequest" not in schemas:
+        return
+    made = PredictedContent.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas.update(made.pop("$defs"))
+    schemas["PredictedContent"] = made
+    reference = {"$ref": "#/components/schemas/PredictedContent"}
+    properties = schemas["ChatCompletionRequest"]["properties"]
+    properties[PREDICTION_KEY] = {"anyOf": [reference, {"type": "null"}]}
 
 
 def register(is_ours: Callable[[], bool]) -> None:

@@ -113,9 +113,9 @@ def read_jsonl(path: str) -> Iterator[tuple[str, str]]:
     Raises:
         CorpusError: the file or a line cannot be read.
     """
-    if not isinstance(path, str) or not Path(path).is_file():
-        raise CorpusError(f"file_path: there is no file {shown(path)} on the server")
     try:
+        if not isinstance(path, str) or not Path(path).is_file():
+            raise CorpusError(f"file_path: there is no file {shown(path)} on the server")
         with open(path, "rb") as lines:
             number = 0
             while line := lines.readline(MAX_LINE_BYTES + 1):
@@ -128,7 +128,7 @@ def read_jsonl(path: str) -> Iterator[tuple[str, str]]:
                 if line.strip():
                     yield f"{path}, line {number}", _text(f"{path}, line {number}", line)
     except OSError as error:
-        raise CorpusError(f"file_path {path}: {error.strerror}") from None
+        raise CorpusError(f"file_path {shown(path)}: {error.strerror}") from None
 
 
 def _text(where: str, line: bytes) -> str:

@@ -22,10 +22,11 @@ from pydantic import BaseModel
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_ext.admission.cache_salts import salt_namespace
-from sglang_ext.api.datastore import corpora
+from sglang_ext.api.datastore import answers, corpora
 from sglang_ext.api.datastore.control import ControlError
 from sglang_ext.api.datastore.control_client import call_all
 from sglang_ext.api.http import ApiError, tokenizer_manager
+from sglang_ext.api.openapi import REFUSALS, TAG
 from sglang_ext.options import Options
 from sglang_ext.request_options import RequestOptionError, check_namespace
 
@@ -130,18 +131,26 @@ def add_routes(app: FastAPI) -> None:
     One by one: SGLang looks an endpoint's auth level up among the application's own routes and
     does not find it in a router that was included.
     """
-    for method, path, endpoint in (
-        ("GET", "/datastore", info),
-        ("POST", "/datastore/flush", flush),
-        ("GET", "/datastore/namespaces", namespaces),
-        ("POST", "/datastore/namespaces/name", namespace_name),
-        ("DELETE", "/datastore/namespaces/{namespace}", delete_namespace),
-        ("DELETE", "/datastore/requests/{rid:path}", delete_request),
-        ("GET", "/datastore/corpora", list_corpora),
-        ("POST", "/datastore/corpora", add_corpus),
-        ("DELETE", "/datastore/corpora/{corpus:path}", remove_corpus),
+    for method, path, endpoint, answer in (
+        ("GET", "/datastore", info, answers.Info),
+        ("POST", "/datastore/flush", flush, answers.Flushed),
+        ("GET", "/datastore/namespaces", namespaces, answers.Namespaces),
+        ("POST", "/datastore/namespaces/name", namespace_name, answers.NamespaceName),
+        ("DELETE", "/datastore/namespaces/{namespace}", delete_namespace, answers.Deleted),
+        ("DELETE", "/datastore/requests/{rid:path}", delete_request, answers.Deleted),
+        ("GET", "/datastore/corpora", list_corpora, answers.Corpora),
+        ("POST", "/datastore/corpora", add_corpus, answers.AddedCorpus),
+        ("DELETE", "/datastore/corpora/{corpus:path}", remove_corpus, answers.Deleted),
     ):
-        app.add_api_route(path, endpoint, methods=[method])
+        # The endpoints give whole responses, so the model of the answer is a description alone.
+        app.add_api_route(
+            path,
+            endpoint,
+            methods=[method],
+            response_model=answer,
+            responses=REFUSALS,
+            tags=[TAG],
+        )
     app.add_exception_handler(json.JSONDecodeError, _not_json)
 
 

@@ -13,9 +13,11 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.routing import Match, Route
 
+from sglang_ext.api.openapi import TAG, Schema, change_schema, describe
 from sglang_ext.api.transcription.transcriptions import serves_whisper
 
 PATH = "/captions"
@@ -32,6 +34,14 @@ class _WhisperPage(Route):
 def register(app: FastAPI) -> None:
     """Add the page, which is no secret: it asks for the key itself."""
     app.router.routes.insert(0, _WhisperPage(PATH, page, methods=["GET"]))
+    change_schema(app, _describe)
+
+
+def _describe(schema: Schema) -> None:
+    """Put the page into /openapi.json where it is."""
+    if serves_whisper():
+        route = APIRoute(PATH, page, methods=["GET"], tags=[TAG], response_class=HTMLResponse)
+        describe(schema, [route])
 
 
 async def page(request: Request) -> HTMLResponse:

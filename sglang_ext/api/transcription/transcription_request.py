@@ -75,13 +75,15 @@ _Flag = Annotated[bool, BeforeValidator(_flag)]
 _Number = Annotated[float, BeforeValidator(_number)]
 
 
-class _Fields(BaseModel):
+class FormFields(BaseModel):
     """Fields that are right or wrong by themselves; a form holds each as text."""
 
     model_config = ConfigDict(strict=True, frozen=True, arbitrary_types_allowed=True)
 
     prompt: str = ""
-    response_format: Annotated[str, AfterValidator(_format)] = "json"
+    response_format: Annotated[str, AfterValidator(_format)] = Field(
+        "json", json_schema_extra={"enum": list(FORMATS)}
+    )
     temperature: _Number = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     stream: _Flag = False
     custom_params: Annotated[dict[str, Any], BeforeValidator(_object)] = Field(default_factory=dict)
@@ -90,7 +92,7 @@ class _Fields(BaseModel):
     progress: _Flag = False
 
 
-class TranscriptionRequest(_Fields):
+class TranscriptionRequest(FormFields):
     """What a client asked for.
 
     Attributes:
@@ -170,12 +172,12 @@ def parse(
     )
 
 
-def _fields(form: FormData) -> _Fields:
-    texts = {name: text for name in _Fields.model_fields if (text := _text(form, name))}
+def _fields(form: FormData) -> FormFields:
+    texts = {name: text for name in FormFields.model_fields if (text := _text(form, name))}
     try:
-        fields = _Fields.model_validate(texts)
+        fields = FormFields.model_validate(texts)
     except ValidationError as error:
-        raise explain(error, _Fields, texts) from None
+        raise explain(error, FormFields, texts) from None
     if fields.stream and fields.response_format in TIMED and not fields.progress:
         raise ApiError(
             f"stream=true needs response_format json or text, not {fields.response_format}",

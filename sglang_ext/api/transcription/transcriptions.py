@@ -24,7 +24,9 @@ from sglang_ext.api.http import (
     tokenizer_manager,
     while_connected,
 )
+from sglang_ext.api.openapi import Schema, change_schema, describe
 from sglang_ext.api.transcription.transcriber import Delta, Limits, Progress, Transcription
+from sglang_ext.api.transcription.transcription_answers import DESCRIPTION
 from sglang_ext.api.transcription.transcription_request import TranscriptionRequest, parse
 from sglang_ext.api.transcription.uploads import read_form
 from sglang_ext.api.transcription.whisper_engine import WhisperEngine
@@ -47,12 +49,28 @@ class _WhisperRoute(APIRoute):
 
 def register(app: FastAPI) -> None:
     """Put the routes before SGLang's own; other models keep those."""
-    for position, (path, endpoint) in enumerate(
-        ((_PATHS["transcribe"], transcriptions), (_PATHS["translate"], translations))
-    ):
-        answer = answering(endpoint, _refusal)
-        route = _WhisperRoute(path, answer, methods=["POST"], response_model=None)
-        app.router.routes.insert(position, route)
+    app.router.routes[:0] = _made(_WhisperRoute, in_schema=False)
+    change_schema(app, _describe)
+
+
+def _made(kind: type[APIRoute], *, in_schema: bool) -> list[APIRoute]:
+    endpoints = {"transcribe": transcriptions, "translate": translations}
+    return [
+        kind(
+            _PATHS[task],
+            answering(endpoint, _refusal),
+            methods=["POST"],
+            include_in_schema=in_schema,
+            **DESCRIPTION,
+        )
+        for task, endpoint in endpoints.items()
+    ]
+
+
+def _describe(schema: Schema) -> None:
+    """Put the routes into /openapi.json where they are; SGLang's own stand there otherwise."""
+    if serves_whisper():
+        describe(schema, _made(APIRoute, in_schema=True))
 
 
 async def transcriptions(request: Request) -> Response:

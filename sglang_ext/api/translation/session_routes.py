@@ -35,6 +35,7 @@ from sglang_ext.api.http import (
 )
 from sglang_ext.api.open_streams import Stream, Streams
 from sglang_ext.api.translation.session import Session
+from sglang_ext.api.translation.session_answers import description
 from sglang_ext.api.translation.session_settings import (
     SessionSettings,
     body_limit,
@@ -89,7 +90,7 @@ def add_routes(app: FastAPI, backend: Callable[[], Backend] | None = None) -> No
         ("GET", one + "/ws", routes.no_socket),
     ):
         answer = answering(endpoint, _refusal)
-        app.add_api_route(path, answer, methods=[method], response_model=None)
+        app.add_api_route(path, answer, methods=[method], **description(endpoint.__name__))
     app.add_api_websocket_route(one + "/ws", routes.socket)
     app.state.forget_sessions = routes.forget
 

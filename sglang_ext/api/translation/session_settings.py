@@ -115,7 +115,13 @@ SECRETS = {"cache_salt", "extra_key"}
 """Fields of the settings that are not shown again."""
 
 
-class _UpdateBody(_Body):
+class UpdateBody(_Body):
+    """A change of a session's source: append, behind its first `keep` characters, or source.
+
+    With final nothing is held back, and the translation joins the datastore. With stream the
+    answer is server-sent events.
+    """
+
     append: Text | None = None
     source: Text | None = None
     keep: int | None = Field(None, ge=0)
@@ -235,9 +241,9 @@ def parse_update(body: Mapping[str, Any]) -> Update:
         ApiError: a field is missing, wrong or unknown; it names the field.
     """
     try:
-        given = _UpdateBody.model_validate(body)
+        given = UpdateBody.model_validate(body)
     except ValidationError as error:
-        raise explain(error, _UpdateBody, body) from None
+        raise explain(error, UpdateBody, body) from None
     if (given.append is None) == (given.source is None):
         raise ApiError(
             "an update needs one of append (more text) and source (the whole text)",

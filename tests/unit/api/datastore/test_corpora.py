@@ -115,6 +115,7 @@ def test_documents_past_the_limit_are_cut_off(datastore):
         ({"documents": ["a"], "corpus_id": 7}, "corpus_id must be a string"),
         ({"file_path": "/nowhere/c.jsonl"}, "there is no file '/nowhere/c.jsonl'"),
         ({"file_path": 5}, "there is no file 5"),
+        ({"file_path": "a" * 5000}, "File name too long"),
     ],
 )
 def test_bad_requests_are_named(fields, message, datastore):
