@@ -4,14 +4,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from .config import DatastoreError, DatastoreInUse
+from .config import DatastoreClosed, DatastoreError, DatastoreInUse
 from .container import Container, write_container
 from .corpus_names import corpus_key, may_read, namespace_and_name, shown_name
 from .durable import DurableCollection, DurableOptions
@@ -43,6 +43,7 @@ _CREATION_SECONDS = 10.0
 _MOST_SNAPSHOTS = 1024
 
 TokenIds = Sequence[int] | np.ndarray
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class DatastoreInfo:
     path: str | None
     """The folder; None: in memory only."""
     follows: bool
-    """Whether another process writes to it, and this one follows."""
+    """Whether another process folds, and this one is a member beside it."""
     vocab_size: int
     tokenizer_fingerprint: str
     max_tokens: int
@@ -89,6 +90,12 @@ class DatastoreInfo:
     """Attempts to write files that failed; each is made again."""
     background_error: str | None = None
     """What the last one failed with; None: it did not."""
+    role: str = "alone"
+    """alone; or in a fleet: writer (it folds everybody's logs) or member."""
+    folded_logs: int = 0
+    """Logs that this process has turned into files."""
+    elections: int = 0
+    """How often this process took the place of a writer that had ended."""
 
 
 class Datastore:
@@ -114,6 +121,7 @@ class Datastore:
         fold_tokens: int = 1 << 20,
         fold_interval: float = 300.0,
         follow: bool = False,
+        shared: bool = False,
     ) -> None:
         """A datastore in memory; open() gives one in a folder.
 
@@ -123,8 +131,8 @@ class Datastore:
         tokens that wait to be sorted; a document that finds the buffer full is dropped and
         counted. live_interval: seconds for which new documents are gathered before they are
         sorted together. live_share: of what other namespaces leave of the buffer, and of the logs,
-        as much may be one namespace's, above 0 to 1. folder, fold_tokens, fold_interval, follow:
-        see open().
+        as much may be one namespace's, above 0 to 1. folder, fold_tokens, fold_interval, follow,
+        shared: see open().
         """
         self.vocab_size = _whole("vocab_size", vocab_size, 1, MAX_VOCAB_SIZE)
         self.tokenizer_fingerprint = str(tokenizer_fingerprint)
@@ -146,6 +154,8 @@ class Datastore:
             _whole("fold_tokens", fold_tokens, 1, 1 << 30),
             _seconds("fold_interval", fold_interval),
         )
+        self._shared = shared
+        self._elections = 0
         self._served = self._open_served(follow)
         self._refresh()
         if isinstance(self._served, FollowingCollection):
@@ -160,8 +170,8 @@ class Datastore:
                 logs.share,
             )  # fmt: skip
         if follow:
-            return FollowingCollection(folder, max_tokens, logs, self._refresh, self._take_over)
-        durable = DurableCollection(folder, self._options, self._refresh)
+            return FollowingCollection(folder, self._options, self._refresh, self._take_over)
+        durable = DurableCollection(folder, self._options, self._refresh, self._shared)
         folder.on_change = self._refresh
         return durable
 
@@ -187,8 +197,9 @@ class Datastore:
 
         Everything in it is checked. Sub-indices that are damaged are left out and named in
         info().problems. read_only: beside a process that writes to it; shows what is there now.
-        shared: several processes open it so. The first one writes; the others follow it and find
-        what it takes in about half a second later, and when it ends, one of them takes over.
+        shared: several processes open it so, a fleet. Each takes in what it is given, and finds
+        what the others take in about half a second later. The first one folds for all; when it
+        ends, one of the others takes its place.
         fold_tokens, fold_interval (seconds): a log of so many tokens, or so old, becomes a
         sub-index. Other options as in __init__.
 
@@ -208,6 +219,7 @@ class Datastore:
                 live_buffer_tokens=live_buffer_tokens, live_interval=live_interval,
                 live_share=live_share, folder=folder, fold_tokens=fold_tokens,
                 fold_interval=fold_interval, follow=shared and folder.read_only,
+                shared=shared,
             )  # fmt: skip
         except BaseException:
             folder.close()
@@ -215,8 +227,13 @@ class Datastore:
 
     @property
     def follows(self) -> bool:
-        """Whether another process writes to the folder now: then nothing can be added here."""
+        """Whether another process folds: then corpora and fold() are its business."""
         return isinstance(self._served, FollowingCollection)
+
+    @property
+    def role(self) -> str:
+        """alone; or in a fleet: writer (it folds everybody's logs) or member."""
+        return "member" if self.follows else "writer" if self._shared else "alone"
 
     # -- served outputs --------------------------------------------------------------------
 
@@ -231,11 +248,22 @@ class Datastore:
         if not document.size:
             return True
         check_name("namespace", namespace)
-        taken = self._served.add(namespace, document, document_digest(name))
+        digest = document_digest(name)
+        taken = self._of_served(lambda served: served.add(namespace, document, digest))
         if not taken:
             with self._lock:
                 self._dropped += 1
         return taken
+
+    def _of_served(self, call: Callable[[ServedOutputs], _T]) -> _T:
+        """What a call gives, of what this process is now: a member may have become the writer."""
+        while True:
+            served = self._served
+            try:
+                return call(served)
+            except DatastoreClosed:
+                if served is self._served:
+                    raise
 
     def flush(self, timeout: float | None = None) -> None:
         """Waits until all that was added before is searchable.
@@ -258,9 +286,13 @@ class Datastore:
         find nothing all the same, and it is tried again until it can, also after a restart.
         """
         check_name("namespace", namespace)
-        bound = [k for k in self._all_corpora() if namespace_and_name(k)[0] == namespace]
-        tokens = sum(self._remove_corpus(key) for key in bound)
-        return tokens + self._served.delete(namespace, None)
+        corpora = self._all_corpora()
+        bound = [k for k in corpora if namespace_and_name(k)[0] == namespace]
+        if self.follows:  # the one that folds removes them
+            tokens = sum(s.num_tokens for key in bound for s in corpora[key])
+        else:
+            tokens = sum(self._remove_corpus(key) for key in bound)
+        return tokens + self._of_served(lambda served: served.delete(namespace, None))
 
     def delete_document(self, name: str, namespace: str | None = None) -> int:
         """Removes what was added under a name, in one namespace or all; as delete_namespace()."""
@@ -268,7 +300,8 @@ class Datastore:
             raise DatastoreError(f"name must be a text, and not empty, got {str(name)[:80]!r}")
         if namespace is not None:
             check_name("namespace", namespace)
-        return self._served.delete(namespace, document_digest(name))
+        digest = document_digest(name)
+        return self._of_served(lambda served: served.delete(namespace, digest))
 
     def namespaces(self) -> dict[str, int]:
         """Tokens of served outputs by namespace."""
@@ -444,6 +477,9 @@ class Datastore:
             pending_deletions=int(counters.get("pending_deletions", 0)),
             background_failures=int(counters.get("background_failures", 0)),
             background_error=self._served.background_error,
+            role=self.role,
+            folded_logs=int(counters.get("folded_logs", 0)),
+            elections=self._elections,
         )
 
     @property
@@ -472,13 +508,14 @@ class Datastore:
         except DatastoreInUse:
             return False
         try:
-            served = DurableCollection(folder, self._options, self._refresh)
+            served = DurableCollection(folder, self._options, self._refresh, shared=True)
         except BaseException:
             folder.close()
             raise
         folder.on_change = self._refresh
         with self._lock:
             self._folder, self._served = folder, served
+            self._elections += 1
         self._refresh()
         logger.info("The datastore %s had no writer any more: now it is this process", folder.path)
         return True

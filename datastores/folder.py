@@ -1,14 +1,14 @@
 """A datastore's folder: its manifest, and the sub-index files that the manifest names.
 
-LOCK            held by the one process that writes; a kill releases it
+LOCK            held by the one process that folds; a kill releases it
 MANIFEST        which files count (manifest.py)
 sub-*.idx       sub-indices (container.py)
 log-*.wal       served outputs that are in no sub-index yet (wal.py)
+member-*.wal    those of the other servers of a fleet (log_names.py)
 """
 
 import logging
 import os
-import re
 import secrets
 import stat
 import threading
@@ -28,8 +28,8 @@ from .files import (
     remove_temporaries,
     sync_folder,
 )
+from .log_names import FILE_NUMBER_LIMIT, LogName, log_name
 from .manifest import (
-    FILE_NUMBER_LIMIT,
     FileEntry,
     Manifest,
     check_same_tokenizer,
@@ -42,7 +42,6 @@ from .segment import Segment
 logger = logging.getLogger(__name__)
 
 _READ_ATTEMPTS = 5
-_LOG_NAME = re.compile(r"log-([0-9]{8,16})\.wal", re.ASCII)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,8 +186,8 @@ class Folder:
     def _remove_unnamed(self) -> None:
         named = {file.entry.name for file in self.files}
         for name in os.listdir(self.path):
-            number = log_number(name)
-            old_log = number is not None and number < self.manifest.first_log
+            log = log_name(name)
+            old_log = log is not None and not self.manifest.counts(log)
             unnamed = name.startswith("sub-") and name not in named
             if (old_log or unnamed) and not remove_if_file(self.file_path(name)):
                 logger.warning("%s cannot be removed: remove it by hand", self.file_path(name))
@@ -299,34 +298,29 @@ class Folder:
                 continue
         return total
 
-    def log_numbers(self) -> list[int]:
-        """Numbers of the logs that count, in their order."""
+    def log_names(self) -> list[LogName]:
+        """The logs that count, each member's in their order."""
         try:
-            found = [log_number(name) for name in os.listdir(self.path)]
+            found = [log_name(name) for name in os.listdir(self.path)]
         except OSError as error:
             raise DatastoreError(f"cannot read {self.path}: {error.strerror or error}") from None
-        numbers = sorted(n for n in found if n is not None and n >= self.manifest.first_log)
-        if numbers and numbers[-1] >= FILE_NUMBER_LIMIT:
-            raise DatastoreError(
-                f"{self.log_path(numbers[-1])} was not written by a datastore, which counts its "
-                "logs from 1 on: remove it"
-            )
-        return numbers
+        counting = [log for log in found if log is not None and self.manifest.counts(log)]
+        for log in counting:
+            if log.number >= FILE_NUMBER_LIMIT:
+                raise DatastoreError(
+                    f"{self.log_path(log)} was not written by a datastore, which counts its logs "
+                    "from 1 on: remove it"
+                )
+        return sorted(counting, key=lambda log: log.place)
 
-    def log_path(self, number: int) -> str:
-        return self.file_path(f"log-{number:08d}.wal")
+    def log_path(self, log: LogName) -> str:
+        return self.file_path(log.file)
 
     def close(self) -> None:
         """Gives the lock back."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-
-def log_number(name: str) -> int | None:
-    """The number in a log's file name; None: it is no log."""
-    found = _LOG_NAME.fullmatch(name)
-    return None if found is None else int(found[1])
 
 
 def check_folder_owner(path: str) -> None:

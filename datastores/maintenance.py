@@ -12,7 +12,8 @@ from .config import DatastoreError
 from .container import read_container
 from .datastore import Datastore
 from .files import FolderLock, open_file, replace_file
-from .folder import Folder, check_folder_owner, log_number
+from .folder import Folder, check_folder_owner
+from .log_names import log_name
 from .manifest import FileEntry, check_same_tokenizer, read_manifest
 from .segment import Segment
 from .suffix_array import _not_after, make_landmarks
@@ -71,13 +72,14 @@ def verify_folder(path: str | PathLike[str]) -> list[str]:
             wrong = _disorder(segment, vocab_size)
             if wrong:
                 problems.append(f"sub-index {file}, {owner!r}: {wrong}")
-    logs = sorted(name for name in os.listdir(folder) if log_number(name) is not None)
+    logs = sorted(name for name in os.listdir(folder) if log_name(name) is not None)
     for name in logs:
         log = os.path.join(folder, name)
         try:
             content = read_log(log, vocab_size, fingerprint)
         except DatastoreError as error:
-            problems.append(str(error))
+            if os.path.lexists(log):  # else it has been folded meanwhile
+                problems.append(str(error))
             continue
         if content.damaged_bytes and not content.torn_only:
             problems.append(f"log {log} is damaged: {content.damaged_bytes} bytes are passed over")
