@@ -135,18 +135,31 @@ class DurableCollection:
     def fold(self, timeout: float | None) -> None:
         """Waits until all that was added here before is in files, and these are merged.
 
+        So are the logs of members that have ended.
+
         Raises TimeoutError, or DatastoreError if a file cannot be written.
         """
         if self._folder.read_only or self._closed:
             raise DatastoreError(f"datastore {self._folder.path} is not open for writing")
         goal = self._logs.current.name.number
+        self._look()
+        sealed = {log.name for log in self._followed.sealed()}
+
+        def is_done() -> bool:
+            if self._folder.manifest.first_log <= goal:
+                return False
+            # A log with a deletion may have to wait for a server that stands still.
+            waits = any(purge.waits_for for purge in self._purges)
+            return waits or not any(log.name in sealed for log in self._followed.logs)
+
         with self._work:
             self._fold_wanted = True
+            self._foldable = bool(sealed)
             self._fold_error = None
             self._nudges += 1
             self._work.notify_all()
             done = self._work.wait_for(
-                lambda: self._closed or self._fold_error or self._folder.manifest.first_log > goal,
+                lambda: self._closed or self._fold_error or is_done(),
                 timeout,
             )
             if self._fold_error is not None:

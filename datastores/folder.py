@@ -87,6 +87,8 @@ class Folder:
         self._lock: FolderLock | None = None
         self._leftovers: set[str] = set()
         """Paths that no manifest names, still to be unlinked."""
+        self._given_names: set[str] = set()
+        """Of files that this process writes, which the manifest may not name yet."""
         self._unsynced = False
         """Whether a power cut may bring the manifest before this one back."""
         if not read_only:
@@ -188,7 +190,7 @@ class Folder:
         for name in os.listdir(self.path):
             log = log_name(name)
             old_log = log is not None and not self.manifest.counts(log)
-            unnamed = name.startswith("sub-") and name not in named
+            unnamed = name.startswith("sub-") and name not in named | self._given_names
             if (old_log or unnamed) and not remove_if_file(self.file_path(name)):
                 logger.warning("%s cannot be removed: remove it by hand", self.file_path(name))
 
@@ -219,12 +221,16 @@ class Folder:
         with self._changing:
             number = self.manifest.next_file
             self.manifest = replace(self.manifest, next_file=number + 1)
-        return f"sub-{number:08d}-{secrets.token_hex(4)}.idx"
+            name = f"sub-{number:08d}-{secrets.token_hex(4)}.idx"
+            self._given_names.add(name)
+        return name
 
     def discard(self, name: str) -> None:
         """Removes whatever was written of a file that was not published."""
         remove_temporaries(self.path, name)
         remove_if_file(self.file_path(name))
+        with self._changing:
+            self._given_names.discard(name)
 
     def publish(
         self,
@@ -259,6 +265,7 @@ class Folder:
                 logger.error("The datastore's manifest is not on the disk yet: %s", error)
                 self._unsynced = True
             self.manifest, self.files = manifest, files
+            self._given_names -= {entry.name for entry in add}
         self.unlink(*(self.file_path(file.entry.name) for file in remove))
         self.on_change()
         return True
@@ -278,6 +285,7 @@ class Folder:
                 write_manifest(self.path, self.manifest)
                 self._unsynced = False
             self.unlink()
+            self._remove_unnamed()  # of a writer that was killed, whose folding ended after it
             if self._leftovers:
                 raise DatastoreError(f"cannot remove {min(self._leftovers)}: remove it by hand")
             try:

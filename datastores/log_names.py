@@ -17,7 +17,7 @@ from dataclasses import dataclass
 FILE_NUMBER_LIMIT = 10**15
 # 17 billion documents of one log between two deletions, and 268 million deletions (NUMBER_LIMIT).
 EPOCH_BITS = 34
-_EPOCH_LIMIT = 1 << 28
+EPOCH_LIMIT = 1 << 28
 _NUMBERED = re.compile(r"log-([0-9]{8,16})\.wal", re.ASCII)
 _OF_MEMBER = re.compile(r"member-([0-9a-f]{8})-([0-9]{8,16})-([0-9]{8,9})\.wal", re.ASCII)
 _MEMBER = re.compile(r"[0-9a-f]{8}", re.ASCII)
@@ -51,7 +51,7 @@ def log_name(file: str) -> LogName | None:
     """The log of a file name; None: it is none of a log."""
     if found := _NUMBERED.fullmatch(file):
         return LogName(None, int(found[1]))
-    if (found := _OF_MEMBER.fullmatch(file)) and int(found[3]) < _EPOCH_LIMIT:
+    if (found := _OF_MEMBER.fullmatch(file)) and int(found[3]) < EPOCH_LIMIT:
         return LogName(found[1], int(found[2]), int(found[3]))
     return None
 

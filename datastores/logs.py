@@ -19,7 +19,7 @@ from .config import DatastoreClosed, DatastoreError
 from .files import remove_if_file, replace_file
 from .folder import Folder
 from .live import LiveCollection, Segments
-from .log_names import LogName, epoch_of, first_number
+from .log_names import EPOCH_LIMIT, LogName, epoch_of, first_number
 from .room import Room
 from .segment import Document, Segment, build_segments, documents_of
 from .wal import Deletion, LogWriter, log_bytes, read_log
@@ -409,6 +409,11 @@ class LogSet:
             raise DatastoreError(f"datastore {self._folder.path} was opened to be read only")
         if self._closing.is_set():
             raise DatastoreClosed("the datastore is closed")
+        if self.epoch >= EPOCH_LIMIT - 1:
+            raise DatastoreError(
+                f"datastore {self._folder.path} has used up its numbers: no datastore of ours has "
+                "so many deletions; build it anew"
+            )
 
 
 def by_namespace(documents: list[tuple[str, Document]]) -> dict[str, list[Document]]:
