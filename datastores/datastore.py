@@ -521,6 +521,11 @@ class Datastore:
         return True
 
     def _check_writable(self) -> None:
+        if self.follows:
+            raise DatastoreInUse(
+                f"another process folds datastore {self._folder and self._folder.path}: corpora "
+                "are added and removed there"
+            )
         if self._folder is not None and self._folder.read_only:
             raise DatastoreError(f"datastore {self._folder.path} was opened to be read only")
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .config import DatastoreError, DeletionPending
+from .config import DatastoreInUse, DeletionPending
 from .durable import DELETION_SECONDS, POLL_SECONDS, DurableOptions
 from .files import sync_folder
 from .folder import Folder
@@ -104,11 +104,11 @@ class FollowingCollection:
             self._own.flush(timeout)
 
     def fold(self, timeout: float | None) -> None:
-        """Raises DatastoreError: another process folds."""
+        """Raises DatastoreInUse: another process folds."""
         raise self._refusal()
 
-    def _refusal(self) -> DatastoreError:
-        return DatastoreError(
+    def _refusal(self) -> DatastoreInUse:
+        return DatastoreInUse(
             f"datastore {self._folder.path} is written by another process; ask that server"
         )
 

@@ -30,7 +30,7 @@ AUTHORIZATION = "authorization"
 _Headers = tuple[tuple[str, str], ...]
 _carried: ContextVar[_Headers] = ContextVar("sglang_ext_carried_headers", default=())
 # A deletion answers when files are rewritten (api/datastore/control_client.py); 404: a server that
-# keeps nothing, as prefill servers do; 409: one that follows the datastore of another.
+# keeps nothing, as prefill servers do; 409: one that reads the datastore of another.
 _DELETION_S = 90.0
 _NOTHING_THERE = (404, 409)
 
