@@ -177,9 +177,8 @@ def _summed(results: Sequence[dict[str, int]]) -> dict[str, int]:
 
 def _largest(results: Sequence[dict[str, int]]) -> dict[str, int]:
     """What ranks tell of the datastore that they share; one may lag behind."""
-    return {
-        n: max(r.get(n, 0) for r in results) for n in dict.fromkeys(n for r in results for n in r)
-    }
+    names = dict.fromkeys(name for result in results for name in result)
+    return {name: max(result.get(name, 0) for result in results) for name in names}
 
 
 def _deleted(results: Sequence[dict[str, int]]) -> dict[str, int]:
