@@ -39,6 +39,7 @@ MEMORY_TOKENS = 1 << 23
 DISK_TOKENS = SEGMENTS_PER_COLLECTION * MAX_SEGMENT_TOKENS
 # What the first of several processes takes to make a folder that the others wait for.
 _CREATION_SECONDS = 10.0
+_READ_ATTEMPTS = 20
 # Namespaces whose snapshots are kept until something changes.
 _MOST_SNAPSHOTS = 1024
 
@@ -206,24 +207,33 @@ class Datastore:
         Raises DatastoreError: it is missing, in use by another process, its manifest is damaged,
         or it was built for another vocabulary size or tokenizer than those given.
         """
-        opened = _open_shared if shared else Folder
-        folder = opened(
-            os.fspath(path), vocab_size=vocab_size, tokenizer_fingerprint=tokenizer_fingerprint,
-            create=create, read_only=read_only,
-        )  # fmt: skip
-        try:
-            return cls(
-                folder.manifest.vocab_size,
-                tokenizer_fingerprint=folder.manifest.tokenizer_fingerprint,
-                max_tokens=max_tokens, max_corpus_tokens=max_corpus_tokens,
-                live_buffer_tokens=live_buffer_tokens, live_interval=live_interval,
-                live_share=live_share, folder=folder, fold_tokens=fold_tokens,
-                fold_interval=fold_interval, follow=shared and folder.read_only,
-                shared=shared,
+        for attempt in range(_READ_ATTEMPTS):
+            opened = _open_shared if shared else Folder
+            folder = opened(
+                os.fspath(path), vocab_size=vocab_size, create=create, read_only=read_only,
+                tokenizer_fingerprint=tokenizer_fingerprint,
             )  # fmt: skip
-        except BaseException:
-            folder.close()
-            raise
+            # A writer may have folded a log between our looks at the manifest and at the logs.
+            once = read_only and attempt < _READ_ATTEMPTS - 1
+            try:
+                store = cls(
+                    folder.manifest.vocab_size,
+                    tokenizer_fingerprint=folder.manifest.tokenizer_fingerprint,
+                    max_tokens=max_tokens, max_corpus_tokens=max_corpus_tokens,
+                    live_buffer_tokens=live_buffer_tokens, live_interval=live_interval,
+                    live_share=live_share, folder=folder, fold_tokens=fold_tokens,
+                    fold_interval=fold_interval, follow=shared and folder.read_only,
+                    shared=shared,
+                )  # fmt: skip
+            except BaseException as error:
+                folder.close()
+                if once and isinstance(error, DatastoreError) and folder.is_overtaken():
+                    continue
+                raise
+            if not (once and folder.is_overtaken()):
+                break
+            store.close()
+        return store
 
     @property
     def follows(self) -> bool:

@@ -135,6 +135,10 @@ class Folder:
         for problem in self.problems:
             logger.error("The datastore leaves a sub-index out: %s", problem)
 
+    def is_overtaken(self) -> bool:
+        """Whether the writer of a read-only folder has changed something since it was opened."""
+        return manifest_stamp(self.path) != self._stamp
+
     def follow(self) -> bool:
         """Takes in what the writer of a read-only folder has changed; False: nothing.
 
