@@ -24,7 +24,8 @@ from sglang_ext.servers import processes
 
 SERVE_EVERY_S = 0.02
 _LOOK_EVERY_S = 0.005
-_WAIT_S = 60.0
+# Compiled code may have to be made, beside other programs.
+_WAIT_S = 300.0
 
 
 class FleetProcess:
