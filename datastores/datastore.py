@@ -207,32 +207,44 @@ class Datastore:
         Raises DatastoreError: it is missing, in use by another process, its manifest is damaged,
         or it was built for another vocabulary size or tokenizer than those given.
         """
+        kept: dict[str, Any] = {
+            "max_tokens": max_tokens, "max_corpus_tokens": max_corpus_tokens,
+            "live_buffer_tokens": live_buffer_tokens, "live_interval": live_interval,
+            "live_share": live_share, "fold_tokens": fold_tokens, "fold_interval": fold_interval,
+            "shared": shared,
+        }  # fmt: skip
         for attempt in range(_READ_ATTEMPTS):
-            opened = _open_shared if shared else Folder
-            folder = opened(
+            folder = (_open_shared if shared else Folder)(
                 os.fspath(path), vocab_size=vocab_size, create=create, read_only=read_only,
                 tokenizer_fingerprint=tokenizer_fingerprint,
             )  # fmt: skip
-            # A writer may have folded a log between our looks at the manifest and at the logs.
-            once = read_only and attempt < _READ_ATTEMPTS - 1
-            try:
-                store = cls(
-                    folder.manifest.vocab_size,
-                    tokenizer_fingerprint=folder.manifest.tokenizer_fingerprint,
-                    max_tokens=max_tokens, max_corpus_tokens=max_corpus_tokens,
-                    live_buffer_tokens=live_buffer_tokens, live_interval=live_interval,
-                    live_share=live_share, folder=folder, fold_tokens=fold_tokens,
-                    fold_interval=fold_interval, follow=shared and folder.read_only,
-                    shared=shared,
-                )  # fmt: skip
-            except BaseException as error:
-                folder.close()
-                if once and isinstance(error, DatastoreError) and folder.is_overtaken():
-                    continue
-                raise
-            if not (once and folder.is_overtaken()):
-                break
+            store = cls._on(folder, kept, read_only and attempt < _READ_ATTEMPTS - 1)
+            if store is not None:
+                return store
+        raise AssertionError("unreachable")
+
+    @classmethod
+    def _on(cls, folder: Folder, kept: dict[str, Any], may_retry: bool) -> "Datastore | None":
+        """The datastore of a folder; None, if that is allowed: its writer has overtaken us.
+
+        A log may have been folded between our looks at the manifest and at the logs.
+        """
+        try:
+            store = cls(
+                folder.manifest.vocab_size,
+                tokenizer_fingerprint=folder.manifest.tokenizer_fingerprint,
+                folder=folder,
+                follow=kept["shared"] and folder.read_only,
+                **kept,
+            )
+        except BaseException as error:
+            folder.close()
+            if may_retry and isinstance(error, DatastoreError) and folder.is_overtaken():
+                return None
+            raise
+        if may_retry and folder.is_overtaken():
             store.close()
+            return None
         return store
 
     @property

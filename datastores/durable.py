@@ -68,10 +68,8 @@ class DurableCollection:
         self._folder = folder
         self._options = options
         self._on_change = on_change
-        if shared and folder.manifest.members is None:
-            # Members count from an epoch on that no document and no deletion has so far.
-            epoch = epoch_of(folder.manifest.next_number) + 1
-            folder.publish(members={}, next_number=first_number(epoch))
+        if shared:
+            _admit_members(folder)
         segment_tokens = segment_limit(options.max_tokens)
         self._followed = FollowedLogs(
             folder, options.logs, segment_tokens, on_change, lambda log: log.member is not None
@@ -98,13 +96,17 @@ class DurableCollection:
         self._foldable = False  # whether a member's log is
         self._closing = threading.Event()
         self._note_deletions()
-        if folder.read_only:
-            return
+        if not folder.read_only:
+            self._start_upkeep(segment_tokens)
+
+    def _start_upkeep(self, segment_tokens: int) -> None:
+        """Begins the work in the background."""
+        folder = self._folder
         self._worker = FoldWorker()
         self._merger = Merger(folder, segment_tokens)
         self._upkeep = Upkeep(
-            folder, segment_tokens, options.max_tokens, self._logs, self._followed, self._worker,
-            self._merger, on_change,
+            folder, segment_tokens, self._options.max_tokens, self._logs, self._followed,
+            self._worker, self._merger, self._on_change,
         )  # fmt: skip
         threads = {"datastore-fold": self._run}
         if folder.manifest.members is not None:
@@ -400,6 +402,14 @@ class DurableCollection:
         for purge in self._purges:
             purge.error = "the datastore was closed; it goes on when it is opened again"
             purge.done.set()
+
+
+def _admit_members(folder: Folder) -> None:
+    """Has the manifest say that other servers may take in beside this one."""
+    if folder.manifest.members is None:
+        # They count from an epoch on that no document and no deletion has so far.
+        epoch = epoch_of(folder.manifest.next_number) + 1
+        folder.publish(members={}, next_number=first_number(epoch))
 
 
 def describe(error: Exception) -> str:

@@ -134,20 +134,20 @@ def test_the_writer_folds_the_logs_of_members_and_nothing_is_missing_meanwhile(
     tmp_path: Path,
 ) -> None:
     rng = np.random.default_rng(0)
-    with opened(tmp_path) as writer, opened(tmp_path, fold_tokens=300) as member:
+    with opened(tmp_path) as writer, opened(tmp_path, fold_tokens=500) as member:
         member.add([1, 100])
         for store in (writer, member):
             eventually(lambda store=store: drafted(store, [1]) == {100})
-        for _ in range(40):
+        for _ in range(25):
             member.add(rng.integers(2, VOCAB, 50))
             assert 100 in drafted(member, [1])
             assert 100 in drafted(writer, [1])
             time.sleep(0.02)
-        eventually(lambda: writer.info().folded_logs > 1)
-        eventually(lambda: member.info().unfolded_tokens < 300)
+        eventually(lambda: writer.info().folded_logs > 0)
+        eventually(lambda: member.info().unfolded_tokens < 500)
         member.flush()
         writer.flush()
-        assert member.num_tokens == writer.num_tokens == 40 * 50 + 2
+        assert member.num_tokens == writer.num_tokens == 25 * 50 + 2
         assert len(member_logs(tmp_path)) <= 2
     assert verify_folder(tmp_path) == []
 
