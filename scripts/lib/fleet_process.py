@@ -64,11 +64,17 @@ class FleetProcess:
         with self._changed:
             return bool(self._changed.wait_for(lambda: condition(self), timeout_s))
 
-    def look_for(self, k: int) -> None:
-        """Have it note when output k is a draft."""
+    def wait_for_outputs(self, count: int) -> bool:
+        """Whether it serves so many more in time."""
+        before = len(self.served)
+        return self.wait(lambda s: len(s.served) >= before + count)
+
+    def finds(self, k: int) -> bool:
+        """Whether output k becomes a draft there in time."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{k}\n".encode())
         self._process.stdin.flush()
+        return self.wait(lambda s: k in s.found)
 
     def kill(self) -> float:
         """kill -9; when that was. Returns when the process and what it started have ended."""

@@ -7,6 +7,7 @@ fleet_process.py's processes stand for servers: the drafter and the datastore ar
 import argparse
 import random
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -92,11 +93,9 @@ def found_after(servers: Sequence[FleetProcess], samples: int) -> list[float]:
     delays = []
     for number in range(samples):
         giver, taker = servers[number % 2], servers[1 - number % 2]
-        count = len(giver.served)
-        giver.wait(lambda s, count=count: len(s.served) > count)
+        giver.wait_for_outputs(1)
         k = max(giver.served)
-        taker.look_for(k)
-        if not taker.wait(lambda s, k=k: k in s.found):
+        if not taker.finds(k):
             raise NothingShown(f"output {k} of one server is never a draft on the other")
         delays.append(taker.found[k] - giver.served[k])
     return delays
@@ -104,7 +103,7 @@ def found_after(servers: Sequence[FleetProcess], samples: int) -> list[float]:
 
 def kill_one(servers: list[FleetProcess], folder: str, rng: random.Random, toll: Toll) -> None:
     """Kill either server after some time, look at what is left, and start another in its place."""
-    servers[0].wait(lambda _: False, rng.uniform(0, _LONGEST_LIFE_S))
+    time.sleep(rng.uniform(0, _LONGEST_LIFE_S))
     place = rng.randrange(_SERVERS)
     victim, other = servers[place], servers[1 - place]
     was_writer = victim.role == "writer"
@@ -114,8 +113,7 @@ def kill_one(servers: list[FleetProcess], folder: str, rng: random.Random, toll:
         toll.writers += 1
         elected = other.wait(lambda s: s.role == "writer", _ELECTION_S)
         toll.elections.append(other.role_at - at if elected else _ELECTION_S)
-        count = len(other.served)
-        other.wait(lambda s: len(s.served) > count + 1, _ELECTION_S)
+        other.wait_for_outputs(2)
         times = sorted(t for t in other.served.values() if t > at - 1.0)
         toll.gaps.append(max((b - a for a, b in pairwise(times)), default=_ELECTION_S))
     toll.corrupt += len(verify_folder(folder))

@@ -129,7 +129,9 @@ def killing(
     """What kill -9 of either costs, while both are asked."""
     rng = random.Random(0)
     outputs: dict[bytes, list[int]] = {}
-    elections, gaps, corrupt = [], [], 0
+    elections: list[float] = []
+    gaps: list[float] = []
+    corrupt = lost = 0
     for _ in range(kills):
         place = rng.randrange(len(servers))
         if not elections:  # one at least of the server that folds
