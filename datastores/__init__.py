@@ -6,8 +6,8 @@ is in but not of those it calls into: after editing one, delete __pycache__/*.nb
 
 from .bigrams import Bigrams
 from .builder import CorpusBuilder
-from .config import DatastoreError, DeletionPending, RetrievalConfig
-from .datastore import DEFAULT_NAMESPACE, Datastore, DatastoreInfo
+from .config import DatastoreError, DatastoreInUse, DeletionPending, RetrievalConfig
+from .datastore import DEFAULT_NAMESPACE, MEMORY_TOKENS, Datastore, DatastoreInfo
 from .input_trie import InputTrie, SupposedInput
 from .maintenance import check_folder, merge_folders, verify_folder
 from .retrieval import Draft, retrieve
@@ -16,10 +16,12 @@ from .warmup import warm_up
 
 __all__ = [
     "DEFAULT_NAMESPACE",
+    "MEMORY_TOKENS",
     "Bigrams",
     "CorpusBuilder",
     "Datastore",
     "DatastoreError",
+    "DatastoreInUse",
     "DatastoreInfo",
     "DeletionPending",
     "Draft",

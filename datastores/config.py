@@ -20,6 +20,10 @@ class DeletionPending(DatastoreError):
     """Searches find it no more, but a file still has it; it is tried again until none has."""
 
 
+class DatastoreClosed(DatastoreError):
+    """It takes nothing in any more."""
+
+
 class DatastoreInUse(DatastoreError):
     """Another process writes to the folder."""
 

@@ -4,14 +4,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from .config import DatastoreError, DatastoreInUse
+from .config import DatastoreClosed, DatastoreError, DatastoreInUse
 from .container import Container, write_container
 from .corpus_names import corpus_key, may_read, namespace_and_name, shown_name
 from .durable import DurableCollection, DurableOptions
@@ -39,10 +39,12 @@ MEMORY_TOKENS = 1 << 23
 DISK_TOKENS = SEGMENTS_PER_COLLECTION * MAX_SEGMENT_TOKENS
 # What the first of several processes takes to make a folder that the others wait for.
 _CREATION_SECONDS = 10.0
+_READ_ATTEMPTS = 20
 # Namespaces whose snapshots are kept until something changes.
 _MOST_SNAPSHOTS = 1024
 
 TokenIds = Sequence[int] | np.ndarray
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class DatastoreInfo:
     path: str | None
     """The folder; None: in memory only."""
     follows: bool
-    """Whether another process writes to it, and this one follows."""
+    """Whether another process folds, and this one is a member beside it."""
     vocab_size: int
     tokenizer_fingerprint: str
     max_tokens: int
@@ -89,6 +91,12 @@ class DatastoreInfo:
     """Attempts to write files that failed; each is made again."""
     background_error: str | None = None
     """What the last one failed with; None: it did not."""
+    role: str = "alone"
+    """alone; or in a fleet: writer (it folds everybody's logs) or member."""
+    folded_logs: int = 0
+    """Logs that this process has turned into files."""
+    elections: int = 0
+    """How often this process took the place of a writer that had ended."""
 
 
 class Datastore:
@@ -114,6 +122,7 @@ class Datastore:
         fold_tokens: int = 1 << 20,
         fold_interval: float = 300.0,
         follow: bool = False,
+        shared: bool = False,
     ) -> None:
         """A datastore in memory; open() gives one in a folder.
 
@@ -123,8 +132,8 @@ class Datastore:
         tokens that wait to be sorted; a document that finds the buffer full is dropped and
         counted. live_interval: seconds for which new documents are gathered before they are
         sorted together. live_share: of what other namespaces leave of the buffer, and of the logs,
-        as much may be one namespace's, above 0 to 1. folder, fold_tokens, fold_interval, follow:
-        see open().
+        as much may be one namespace's, above 0 to 1. folder, fold_tokens, fold_interval, follow,
+        shared: see open().
         """
         self.vocab_size = _whole("vocab_size", vocab_size, 1, MAX_VOCAB_SIZE)
         self.tokenizer_fingerprint = str(tokenizer_fingerprint)
@@ -146,6 +155,8 @@ class Datastore:
             _whole("fold_tokens", fold_tokens, 1, 1 << 30),
             _seconds("fold_interval", fold_interval),
         )
+        self._shared = shared
+        self._elections = 0
         self._served = self._open_served(follow)
         self._refresh()
         if isinstance(self._served, FollowingCollection):
@@ -160,8 +171,8 @@ class Datastore:
                 logs.share,
             )  # fmt: skip
         if follow:
-            return FollowingCollection(folder, max_tokens, logs, self._refresh, self._take_over)
-        durable = DurableCollection(folder, self._options, self._refresh)
+            return FollowingCollection(folder, self._options, self._refresh, self._take_over)
+        durable = DurableCollection(folder, self._options, self._refresh, self._shared)
         folder.on_change = self._refresh
         return durable
 
@@ -187,36 +198,64 @@ class Datastore:
 
         Everything in it is checked. Sub-indices that are damaged are left out and named in
         info().problems. read_only: beside a process that writes to it; shows what is there now.
-        shared: several processes open it so. The first one writes; the others follow it and find
-        what it takes in about half a second later, and when it ends, one of them takes over.
+        shared: several processes open it so, a fleet. Each takes in what it is given, and finds
+        what the others take in about half a second later. The first one folds for all; when it
+        ends, one of the others takes its place.
         fold_tokens, fold_interval (seconds): a log of so many tokens, or so old, becomes a
         sub-index. Other options as in __init__.
 
         Raises DatastoreError: it is missing, in use by another process, its manifest is damaged,
         or it was built for another vocabulary size or tokenizer than those given.
         """
-        opened = _open_shared if shared else Folder
-        folder = opened(
-            os.fspath(path), vocab_size=vocab_size, tokenizer_fingerprint=tokenizer_fingerprint,
-            create=create, read_only=read_only,
-        )  # fmt: skip
+        kept: dict[str, Any] = {
+            "max_tokens": max_tokens, "max_corpus_tokens": max_corpus_tokens,
+            "live_buffer_tokens": live_buffer_tokens, "live_interval": live_interval,
+            "live_share": live_share, "fold_tokens": fold_tokens, "fold_interval": fold_interval,
+            "shared": shared,
+        }  # fmt: skip
+        for attempt in range(_READ_ATTEMPTS):
+            folder = (_open_shared if shared else Folder)(
+                os.fspath(path), vocab_size=vocab_size, create=create, read_only=read_only,
+                tokenizer_fingerprint=tokenizer_fingerprint,
+            )  # fmt: skip
+            store = cls._on(folder, kept, read_only and attempt < _READ_ATTEMPTS - 1)
+            if store is not None:
+                return store
+        raise AssertionError("unreachable")
+
+    @classmethod
+    def _on(cls, folder: Folder, kept: dict[str, Any], may_retry: bool) -> "Datastore | None":
+        """The datastore of a folder; None, if that is allowed: its writer has overtaken us.
+
+        A log may have been folded between our looks at the manifest and at the logs.
+        """
         try:
-            return cls(
+            store = cls(
                 folder.manifest.vocab_size,
                 tokenizer_fingerprint=folder.manifest.tokenizer_fingerprint,
-                max_tokens=max_tokens, max_corpus_tokens=max_corpus_tokens,
-                live_buffer_tokens=live_buffer_tokens, live_interval=live_interval,
-                live_share=live_share, folder=folder, fold_tokens=fold_tokens,
-                fold_interval=fold_interval, follow=shared and folder.read_only,
-            )  # fmt: skip
-        except BaseException:
+                folder=folder,
+                follow=kept["shared"] and folder.read_only,
+                **kept,
+            )
+        except BaseException as error:
             folder.close()
+            if may_retry and isinstance(error, DatastoreError) and folder.is_overtaken():
+                return None
             raise
+        if may_retry and folder.is_overtaken():
+            store.close()
+            return None
+        return store
 
     @property
     def follows(self) -> bool:
-        """Whether another process writes to the folder now: then nothing can be added here."""
+        """Whether another process folds: then corpora and fold() are its business."""
         return isinstance(self._served, FollowingCollection)
+
+    @property
+    def role(self) -> str:
+        """alone; or in a fleet: writer (it folds everybody's logs) or member."""
+        return "member" if self.follows else "writer" if self._shared else "alone"
 
     # -- served outputs --------------------------------------------------------------------
 
@@ -231,11 +270,22 @@ class Datastore:
         if not document.size:
             return True
         check_name("namespace", namespace)
-        taken = self._served.add(namespace, document, document_digest(name))
+        digest = document_digest(name)
+        taken = self._of_served(lambda served: served.add(namespace, document, digest))
         if not taken:
             with self._lock:
                 self._dropped += 1
         return taken
+
+    def _of_served(self, call: Callable[[ServedOutputs], _T]) -> _T:
+        """What a call gives, of what this process is now: a member may have become the writer."""
+        while True:
+            served = self._served
+            try:
+                return call(served)
+            except DatastoreClosed:
+                if served is self._served:
+                    raise
 
     def flush(self, timeout: float | None = None) -> None:
         """Waits until all that was added before is searchable.
@@ -258,9 +308,13 @@ class Datastore:
         find nothing all the same, and it is tried again until it can, also after a restart.
         """
         check_name("namespace", namespace)
-        bound = [k for k in self._all_corpora() if namespace_and_name(k)[0] == namespace]
-        tokens = sum(self._remove_corpus(key) for key in bound)
-        return tokens + self._served.delete(namespace, None)
+        corpora = self._all_corpora()
+        bound = [k for k in corpora if namespace_and_name(k)[0] == namespace]
+        if self.follows:  # the one that folds removes them
+            tokens = sum(s.num_tokens for key in bound for s in corpora[key])
+        else:
+            tokens = sum(self._remove_corpus(key) for key in bound)
+        return tokens + self._of_served(lambda served: served.delete(namespace, None))
 
     def delete_document(self, name: str, namespace: str | None = None) -> int:
         """Removes what was added under a name, in one namespace or all; as delete_namespace()."""
@@ -268,7 +322,8 @@ class Datastore:
             raise DatastoreError(f"name must be a text, and not empty, got {str(name)[:80]!r}")
         if namespace is not None:
             check_name("namespace", namespace)
-        return self._served.delete(namespace, document_digest(name))
+        digest = document_digest(name)
+        return self._of_served(lambda served: served.delete(namespace, digest))
 
     def namespaces(self) -> dict[str, int]:
         """Tokens of served outputs by namespace."""
@@ -444,6 +499,9 @@ class Datastore:
             pending_deletions=int(counters.get("pending_deletions", 0)),
             background_failures=int(counters.get("background_failures", 0)),
             background_error=self._served.background_error,
+            role=self.role,
+            folded_logs=int(counters.get("folded_logs", 0)),
+            elections=self._elections,
         )
 
     @property
@@ -472,18 +530,24 @@ class Datastore:
         except DatastoreInUse:
             return False
         try:
-            served = DurableCollection(folder, self._options, self._refresh)
+            served = DurableCollection(folder, self._options, self._refresh, shared=True)
         except BaseException:
             folder.close()
             raise
         folder.on_change = self._refresh
         with self._lock:
             self._folder, self._served = folder, served
+            self._elections += 1
         self._refresh()
         logger.info("The datastore %s had no writer any more: now it is this process", folder.path)
         return True
 
     def _check_writable(self) -> None:
+        if self.follows:
+            raise DatastoreInUse(
+                f"another process folds datastore {self._folder and self._folder.path}: corpora "
+                "are added and removed there"
+            )
         if self._folder is not None and self._folder.read_only:
             raise DatastoreError(f"datastore {self._folder.path} was opened to be read only")
 

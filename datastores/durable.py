@@ -1,23 +1,28 @@
-"""Served outputs that survive: logged and searchable at once (logs.py), folded into files later."""
+"""Served outputs that survive: logged and searchable at once (logs.py), folded into files later.
+
+In a fleet this is the process that holds LOCK: it follows the logs of the other servers
+(followed_logs.py) and folds them too. The others: following.py.
+"""
 
 import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from .config import DatastoreError, DeletionPending
-from .folder import Folder, SubIndexFile
-from .folding import FoldJob, FoldWorker
+from .folder import Folder
+from .folding import FoldWorker
+from .followed_logs import FollowedLogs, joined
 from .live import count_taken, hides, segment_limit
+from .log_names import epoch_of, first_number
 from .logs import LogOptions, LogSet
-from .manifest import FileEntry
 from .merging import Merger
 from .segment import Segment
+from .upkeep import Purge, Upkeep
 from .wal import Deletion
 
 logger = logging.getLogger(__name__)
@@ -26,8 +31,9 @@ logger = logging.getLogger(__name__)
 _RETRY_SECONDS = 1.0
 _LONGEST_RETRY_SECONDS = 60.0
 DELETION_SECONDS = 50.0
-# What a segment costs beside its tokens, in tokens: namespaces are not free.
-_SEGMENT_COST = 64
+# How often the other servers of a fleet are looked at.
+POLL_SECONDS = 0.25
+_COMPLAINT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,28 +50,41 @@ class DurableOptions:
     """So does an older one."""
 
 
-@dataclass(eq=False)
-class _Purge:
-    """A deletion that files have not followed yet."""
-
-    deletion: Deletion
-    done: threading.Event = field(default_factory=threading.Event)
-    error: str | None = None
-
-
 class DurableCollection:
     """Documents by namespace, in a folder. Thread-safe. Deletions return when they are through."""
 
     def __init__(
-        self, folder: Folder, options: DurableOptions, on_change: Callable[[], None]
+        self,
+        folder: Folder,
+        options: DurableOptions,
+        on_change: Callable[[], None],
+        shared: bool = False,
     ) -> None:
+        """shared: other servers may join; the manifest says so from now on.
+
+        Raises DatastoreError: a log cannot be read or is another datastore's, or a new one, or the
+        manifest, cannot be written.
+        """
         self._folder = folder
         self._options = options
         self._on_change = on_change
-        self._segment_tokens = segment_limit(options.max_tokens)
-        self._evicted_tokens = 0
-        self._logs = LogSet(folder, options.logs, self._segment_tokens, on_change)
-        self._purges = [_Purge(deletion) for deletion in self._logs.deletions]
+        if shared:
+            _admit_members(folder)
+        segment_tokens = segment_limit(options.max_tokens)
+        self._followed = FollowedLogs(
+            folder, options.logs, segment_tokens, on_change, lambda log: log.member is not None
+        )
+        self._followed.look(list)
+        self._logs = LogSet(
+            folder,
+            options.logs,
+            segment_tokens,
+            on_change,
+            next_number=first_number(self._followed.epoch),
+        )
+        for deletion in self._logs.deletions:
+            self._followed.delete(deletion)
+        self._purges = [Purge(deletion) for deletion in self._logs.deletions]
         self._work = threading.Condition()  # for what follows, and for _purges
         self._fold_wanted = False
         self._fold_error: str | None = None
@@ -73,12 +92,30 @@ class DurableCollection:
         self._failures = 0
         self._background_error: str | None = None
         self._closed = False
-        if folder.read_only:
-            return
+        self._waits_for_members = False  # a purge does: nothing is tried before the next look
+        self._foldable = False  # whether a member's log is
+        self._closing = threading.Event()
+        self._note_deletions()
+        if not folder.read_only:
+            self._start_upkeep(segment_tokens)
+
+    def _start_upkeep(self, segment_tokens: int) -> None:
+        """Begins the work in the background."""
+        folder = self._folder
         self._worker = FoldWorker()
-        self._merger = Merger(folder, self._segment_tokens)
-        self._thread = threading.Thread(target=self._run, name="datastore-fold", daemon=True)
-        self._thread.start()
+        self._merger = Merger(folder, segment_tokens)
+        self._upkeep = Upkeep(
+            folder, segment_tokens, self._options.max_tokens, self._logs, self._followed,
+            self._worker, self._merger, self._on_change,
+        )  # fmt: skip
+        threads = {"datastore-fold": self._run}
+        if folder.manifest.members is not None:
+            threads["datastore-follow"] = self._run_looks
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True) for name, run in threads.items()
+        ]
+        for thread in self._threads:
+            thread.start()
         self._merger.wake()
 
     # -- ingest ----------------------------------------------------------------------------
@@ -93,22 +130,38 @@ class DurableCollection:
     def flush(self, timeout: float | None) -> None:
         """Waits until all that was added before is searchable, or raises TimeoutError."""
         self._logs.flush(timeout)
+        if self._folder.manifest.members is not None and not self._folder.read_only:
+            self._look()
+            self._followed.flush(timeout)
 
     def fold(self, timeout: float | None) -> None:
-        """Waits until all that was added before is in files, and these are merged.
+        """Waits until all that was added here before is in files, and these are merged.
+
+        So are the logs of members that have ended.
 
         Raises TimeoutError, or DatastoreError if a file cannot be written.
         """
         if self._folder.read_only or self._closed:
             raise DatastoreError(f"datastore {self._folder.path} is not open for writing")
-        goal = self._logs.current.number
+        goal = self._logs.current.name.number
+        self._look()
+        sealed = {log.name for log in self._followed.sealed()}
+
+        def is_done() -> bool:
+            if self._folder.manifest.first_log <= goal:
+                return False
+            # A log with a deletion may have to wait for a server that stands still.
+            waits = any(purge.waits_for for purge in self._purges)
+            return waits or not any(log.name in sealed for log in self._followed.logs)
+
         with self._work:
             self._fold_wanted = True
+            self._foldable = bool(sealed)
             self._fold_error = None
             self._nudges += 1
             self._work.notify_all()
             done = self._work.wait_for(
-                lambda: self._closed or self._fold_error or self._folder.manifest.first_log > goal,
+                lambda: self._closed or self._fold_error or is_done(),
                 timeout,
             )
             if self._fold_error is not None:
@@ -123,7 +176,7 @@ class DurableCollection:
         """What is searchable of a namespace, oldest first."""
         # The logs are read first: a document that moves from a log to a file meanwhile is then
         # seen twice for a moment rather than not at all.
-        fresh = self._logs.segments_of(namespace)
+        fresh = [*self._followed.segments_of(namespace), *self._logs.segments_of(namespace)]
         hidden = [p.deletion for p in list(self._purges) if p.deletion.concerns(namespace)]
         folded = [s for f in self._folder.live_files for s in f.by_owner.get(namespace, ())]
         return (*(s for s in folded if not hides(hidden, s)), *fresh)
@@ -134,16 +187,19 @@ class DurableCollection:
         return {name: sum(s.num_tokens for s in group) for name, group in found.items() if group}
 
     def _owners(self) -> list[str]:
-        names = [name for log in self._logs.logs for name in log.segments]
+        names = [name for log in self._followed.logs for name in log.segments]
+        names += [name for log in self._logs.logs for name in log.segments]
         names += [name for file in self._folder.live_files for name in file.by_owner]
         return list(dict.fromkeys(names))
 
     def counters(self) -> dict[str, float]:
         """queued_documents, queued_tokens, ingest_lag, unfolded_tokens, evicted_tokens,
-        pending_deletions, background_failures."""
+        pending_deletions, background_failures, folded_logs."""
+        upkeep = None if self._folder.read_only else self._upkeep
         return {
-            **self._logs.counters(),
-            "evicted_tokens": self._evicted_tokens,
+            **joined(self._logs.counters(), self._followed.counters()),
+            "evicted_tokens": upkeep.evicted_tokens if upkeep else 0,
+            "folded_logs": upkeep.folded_logs if upkeep else 0,
             "pending_deletions": len(self._purges),
             "background_failures": self._failures,
         }
@@ -171,23 +227,24 @@ class DurableCollection:
         with contextlib.suppress(TimeoutError):  # what is still queued is taken out of the queue
             self.flush(timeout)
         removed = 0
-        purges: list[_Purge] = []
+        purges: list[Purge] = []
 
         def hide(deletion: Deletion) -> None:
             nonlocal removed
             removed = self._count(deletion)
-            purges.append(_Purge(deletion))
+            purges.append(Purge(deletion))
             with self._work:
                 self._purges = [*self._purges, *purges]
 
-        self._logs.delete(namespace, digest, hide)
+        self._followed.delete(self._logs.delete(namespace, digest, hide))
         self._on_change()
         with self._work:
             self._nudges += 1
             self._work.notify_all()
         (purge,) = purges
         if not purge.done.wait(timeout):
-            purge.error = f"it takes more than {timeout} s"
+            reason = f", for it waits for {purge.waits_for}" if purge.waits_for else ""
+            purge.error = f"it takes more than {timeout} s{reason}"
         if purge.error is not None:
             raise DeletionPending(
                 f"deleted from memory, but not from all files yet: {purge.error}. It is tried "
@@ -199,6 +256,40 @@ class DurableCollection:
         """Tokens of the documents that it takes."""
         owners = filter(deletion.concerns, self._owners())
         return sum(count_taken(deletion, self.segments_of(owner)) for owner in owners)
+
+    # -- the other servers of a fleet ------------------------------------------------------
+
+    def _run_looks(self) -> None:
+        complained = -_COMPLAINT_SECONDS
+        while not self._closing.wait(POLL_SECONDS):
+            try:
+                self._look()
+                self._foldable = bool(self._followed.sealed())
+            except Exception as error:  # whatever it is: the thread must go on
+                now = time.monotonic()
+                if now - complained >= _COMPLAINT_SECONDS:
+                    complained = now
+                    logger.error("The datastore's other servers cannot be followed: %s", error)
+            self._waits_for_members = False
+            self._wake()
+
+    def _look(self) -> None:
+        """Takes in what the others have logged; their deletions are this process's work now."""
+        try:
+            self._followed.look(lambda: [purge.deletion for purge in self._purges])
+        finally:
+            self._note_deletions()
+
+    def _note_deletions(self) -> None:
+        with self._work:
+            # In this order: what is through leaves the followed logs first.
+            known = {purge.deletion for purge in self._purges}
+            new = list(dict.fromkeys(d for d in self._followed.deletions if d not in known))
+            if new:
+                self._purges = [*self._purges, *(Purge(d, of_member=True) for d in new)]
+        self._logs.follow(new, self._followed.epoch)
+        if new:
+            self._on_change()
 
     # -- the background thread -------------------------------------------------------------
 
@@ -241,19 +332,16 @@ class DurableCollection:
         self._work.notify_all()
 
     def _has_work(self) -> bool:
-        waiting = len(self._logs.logs) > 1
-        return bool(self._closed or self._purges or waiting or self._must_rotate())
+        purges = self._purges and not self._waits_for_members
+        waiting = not self._purges and (len(self._logs.logs) > 1 or self._foldable)
+        return bool(self._closed or purges or waiting or self._must_rotate())
 
     def _must_rotate(self) -> bool:
         log, options = self._logs.current, self._options
-        age = time.monotonic() - log.began
         return (
             self._fold_wanted
             or log.suspect
-            or (
-                log.tokens > 0
-                and (log.tokens >= options.fold_tokens or age >= options.fold_interval)
-            )
+            or log.is_due(options.fold_tokens, options.fold_interval)
         )
 
     def _step(self) -> None:
@@ -261,83 +349,41 @@ class DurableCollection:
             self._fold_wanted = False
             self._logs.rotate()
         if self._purges:
-            self._purge(self._purges[0])
+            self._purge()
         elif len(self._logs.logs) > 1:
-            self._fold_oldest()
-        self._evict()
+            self._upkeep.fold(self._upkeep.own_sealed()[:1])
+        else:
+            self._fold_members()
+        self._upkeep.evict()
         self._merger.wake()
         self._wake()
 
-    def _fold_oldest(self) -> None:
-        """Turns the oldest log into a file."""
-        log, folder = self._logs.logs[0], self._folder
-        log.live.flush(None)  # its thread must not be publishing when it is dropped
-        if log.suspect:
-            self._logs.write_anew(log)
-        name = folder.new_file_name()
-        # A deletion stands in the log that was written when it came, its documents in an earlier.
-        deletions = tuple(purge.deletion for purge in self._purges)
-        inputs = {"logs": (self._logs.path(log),), "deletions": deletions}
-        tokens = self._run_job(name, **inputs) if log.tokens else 0
-        add = [FileEntry(name, tokens)] if tokens else []
-        next_number = self._logs.next_number
-        folder.publish(add=add, first_log=log.number + 1, next_number=next_number)
-        self._logs.forget(log)
-        self._on_change()
-        if tokens:
-            logger.info("Log %d folded into a sub-index of %d tokens", log.number, tokens)
+    def _fold_members(self) -> None:
+        """Turns a member's log into a file that nobody writes to any more."""
+        sealed = self._followed.sealed()
+        self._look()  # to their ends: a deletion in one goes before it
+        self._foldable = len(sealed) > 1
+        if sealed and not self._purges:
+            self._upkeep.fold(sealed[:1])
 
-    def _purge(self, purge: _Purge) -> None:
-        """Rewrites every file that the deletion concerns, then folds the logs that it may."""
-        folder, deletion = self._folder, purge.deletion
-        self._logs.rotate()  # what it takes may be in the log that is being written
-        with self._merger.paused():
-            for file in folder.live_files:
-                if file.problem is not None:  # unreadable: whether it is concerned, none can say
-                    folder.publish(remove=[file])
-                elif _concerns(deletion, file):
-                    self._rewrite(file, deletion)
-            while len(self._logs.logs) > 1:
-                self._fold_oldest()
-            folder.remove_leftovers()
+    def _purge(self) -> None:
+        """Has every file follow the deletions that stand in logs that are sealed now."""
+        sealed = self._followed.sealed()
+        self._look()  # to their ends: what they delete is followed before they are folded
+        newest = max(purge.deletion.number for purge in self._purges)
+        if self._logs.current.first_number < newest:
+            self._logs.rotate()  # what they take may be in the log that is being written
+        first = self._logs.current.first_number
+        batch = [purge for purge in self._purges if purge.deletion.number <= first]
+        if not self._upkeep.purge(batch, sealed):
+            self._waits_for_members = True
+            return
         with self._work:
-            self._purges = [other for other in self._purges if other is not purge]
+            self._purges = [other for other in self._purges if other not in batch]
         self._on_change()
-        purge.error = None
-        purge.done.set()
-
-    def _rewrite(self, file: SubIndexFile, deletion: Deletion) -> None:
-        name = self._folder.new_file_name()
-        path = self._folder.file_path(file.entry.name)
-        tokens = self._run_job(name, containers=(path,), deletions=(deletion,))
-        add = [FileEntry(name, tokens)] if tokens else []
-        self._folder.publish(add=add, remove=[file])
-
-    def _run_job(self, name: str, **inputs: Any) -> int:
-        manifest = self._folder.manifest
-        job = FoldJob(
-            self._folder.file_path(name),
-            manifest.vocab_size,
-            manifest.tokenizer_fingerprint,
-            self._segment_tokens,
-            **inputs,
-        )
-        try:
-            return self._worker.run(job)
-        except DatastoreError:
-            self._folder.discard(name)
-            raise
-
-    def _evict(self) -> None:
-        """Drops the oldest files beyond max_tokens."""
-        files = self._folder.live_files
-        total = sum(map(_cost, files))
-        while files and total > self._options.max_tokens:
-            oldest = files.pop(0)
-            with self._merger.paused():
-                if self._folder.publish(remove=[oldest]):
-                    total -= _cost(oldest)
-                    self._evicted_tokens += oldest.entry.tokens
+        for purge in batch:
+            purge.error = None
+            purge.done.set()
 
     def close(self) -> None:
         """Ends all threads; what was added is searchable, and in the logs."""
@@ -346,13 +392,24 @@ class DurableCollection:
         with self._work:
             self._closed = True
             self._work.notify_all()
+        self._closing.set()
         self._worker.close()
         self._merger.close()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         self._logs.close()
+        self._followed.close()
         for purge in self._purges:
             purge.error = "the datastore was closed; it goes on when it is opened again"
             purge.done.set()
+
+
+def _admit_members(folder: Folder) -> None:
+    """Has the manifest say that other servers may take in beside this one."""
+    if folder.manifest.members is None:
+        # They count from an epoch on that no document and no deletion has so far.
+        epoch = epoch_of(folder.manifest.next_number) + 1
+        folder.publish(members={}, next_number=first_number(epoch))
 
 
 def describe(error: Exception) -> str:
@@ -360,15 +417,3 @@ def describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error) if isinstance(error, DatastoreError) else f"{type(error).__name__}: {error}"
-
-
-def _cost(file: SubIndexFile) -> int:
-    """What a file counts against max_tokens."""
-    return file.entry.tokens + _SEGMENT_COST * len(file.segments)
-
-
-def _concerns(deletion: Deletion, file: SubIndexFile) -> bool:
-    return any(
-        deletion.concerns(owner) and deletion.takes(segment.documents).any()
-        for owner, segment in file.segments
-    )

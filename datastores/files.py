@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from .config import DatastoreError, DatastoreInUse
 TEMPORARY_PREFIX = ".tmp-"
 # Set to 1, folders and files of other users, or that all may write to, are used all the same.
 ANY_OWNER = "SGLANG_EXT_DATASTORE_ANY_OWNER"
-_LOCK_BYTES = 32
+# A process id of up to 10 digits and a host's name of up to 253 characters.
+_LOCK_BYTES = 264
+_CREATION_ATTEMPTS = 5
 
 
 class NotSynced(DatastoreError):
@@ -131,8 +134,57 @@ def sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
+def create_locked(path: str) -> int:
+    """A new file to append to that is locked from the moment on at which it has its name.
+
+    The lock ends with the descriptor, so also with a kill: then is_locked() says that nobody writes
+    to it any more. OSError if it cannot be made.
+    """
+    folder, name = os.path.split(path)
+    for attempt in range(_CREATION_ATTEMPTS):
+        descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX + name + ".", dir=folder)
+        try:
+            os.set_inheritable(descriptor, False)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.rename(temporary, path)
+            return descriptor
+        except FileNotFoundError:  # a process that has just become the writer tidies up
+            os.close(descriptor)
+            if attempt == _CREATION_ATTEMPTS - 1:
+                raise
+        except BaseException:
+            os.close(descriptor)
+            remove_if_file(temporary)
+            raise
+    raise AssertionError("unreachable")
+
+
+def is_locked(path: str) -> bool:
+    """Whether a process holds the lock of create_locked(); FileNotFoundError if it is not there."""
+    descriptor = _opened(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        raise DatastoreError(f"cannot lock {path}: {error.strerror or error}") from None
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _holder(content: bytes) -> str:
+    """What LOCK says of its process; earlier versions wrote a process id alone."""
+    process, _, host = content.decode(errors="replace").strip().partition(" ")
+    return f"{process or 'unknown'} on {host}" if host else process or "unknown"
+
+
 class FolderLock:
-    """The right to write to a folder: one process at a time; a kill releases it."""
+    """The right to fold: one process of a folder at a time; a kill releases it.
+
+    LOCK holds the process's id and host, for people.
+    """
 
     def __init__(self, folder: str) -> None:
         """DatastoreInUse if another process (or another object of this one) has it."""
@@ -142,7 +194,8 @@ class FolderLock:
             found = os.fstat(self._file)
             if found.st_nlink > 1 or found.st_size > _LOCK_BYTES:
                 raise DatastoreError(
-                    f"{path} must hold a process id under one name, and does not: remove it"
+                    f"{path} must hold a process id and a host under one name, and does not: "
+                    "remove it"
                 )
             self._take(folder)
         except BaseException:
@@ -153,8 +206,7 @@ class FolderLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            content = os.pread(self._file, _LOCK_BYTES, 0)
-            holder = content.decode(errors="replace").strip() or "unknown"
+            holder = _holder(os.pread(self._file, _LOCK_BYTES, 0))
             raise DatastoreInUse(
                 f"datastore {folder} is in use by process {holder}: stop it first, or use its "
                 "HTTP routes"
@@ -165,7 +217,7 @@ class FolderLock:
             ) from None
         try:
             os.ftruncate(self._file, 0)
-            os.pwrite(self._file, str(os.getpid()).encode(), 0)
+            os.pwrite(self._file, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
         except OSError as error:
             raise DatastoreError(
                 f"cannot write to datastore {folder}: {error.strerror or error}"

@@ -1,14 +1,14 @@
 """A datastore's folder: its manifest, and the sub-index files that the manifest names.
 
-LOCK            held by the one process that writes; a kill releases it
+LOCK            held by the one process that folds; a kill releases it
 MANIFEST        which files count (manifest.py)
 sub-*.idx       sub-indices (container.py)
 log-*.wal       served outputs that are in no sub-index yet (wal.py)
+member-*.wal    those of the other servers of a fleet (log_names.py)
 """
 
 import logging
 import os
-import re
 import secrets
 import stat
 import threading
@@ -28,8 +28,8 @@ from .files import (
     remove_temporaries,
     sync_folder,
 )
+from .log_names import FILE_NUMBER_LIMIT, LogName, log_name
 from .manifest import (
-    FILE_NUMBER_LIMIT,
     FileEntry,
     Manifest,
     check_same_tokenizer,
@@ -42,7 +42,6 @@ from .segment import Segment
 logger = logging.getLogger(__name__)
 
 _READ_ATTEMPTS = 5
-_LOG_NAME = re.compile(r"log-([0-9]{8,16})\.wal", re.ASCII)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +87,8 @@ class Folder:
         self._lock: FolderLock | None = None
         self._leftovers: set[str] = set()
         """Paths that no manifest names, still to be unlinked."""
+        self._given_names: set[str] = set()
+        """Of files that this process writes, which the manifest may not name yet."""
         self._unsynced = False
         """Whether a power cut may bring the manifest before this one back."""
         if not read_only:
@@ -133,6 +134,10 @@ class Folder:
             self._remove_unnamed()
         for problem in self.problems:
             logger.error("The datastore leaves a sub-index out: %s", problem)
+
+    def is_overtaken(self) -> bool:
+        """Whether the writer of a read-only folder has changed something since it was opened."""
+        return manifest_stamp(self.path) != self._stamp
 
     def follow(self) -> bool:
         """Takes in what the writer of a read-only folder has changed; False: nothing.
@@ -187,9 +192,9 @@ class Folder:
     def _remove_unnamed(self) -> None:
         named = {file.entry.name for file in self.files}
         for name in os.listdir(self.path):
-            number = log_number(name)
-            old_log = number is not None and number < self.manifest.first_log
-            unnamed = name.startswith("sub-") and name not in named
+            log = log_name(name)
+            old_log = log is not None and not self.manifest.counts(log)
+            unnamed = name.startswith("sub-") and name not in named | self._given_names
             if (old_log or unnamed) and not remove_if_file(self.file_path(name)):
                 logger.warning("%s cannot be removed: remove it by hand", self.file_path(name))
 
@@ -220,12 +225,16 @@ class Folder:
         with self._changing:
             number = self.manifest.next_file
             self.manifest = replace(self.manifest, next_file=number + 1)
-        return f"sub-{number:08d}-{secrets.token_hex(4)}.idx"
+            name = f"sub-{number:08d}-{secrets.token_hex(4)}.idx"
+            self._given_names.add(name)
+        return name
 
     def discard(self, name: str) -> None:
         """Removes whatever was written of a file that was not published."""
         remove_temporaries(self.path, name)
         remove_if_file(self.file_path(name))
+        with self._changing:
+            self._given_names.discard(name)
 
     def publish(
         self,
@@ -260,6 +269,7 @@ class Folder:
                 logger.error("The datastore's manifest is not on the disk yet: %s", error)
                 self._unsynced = True
             self.manifest, self.files = manifest, files
+            self._given_names -= {entry.name for entry in add}
         self.unlink(*(self.file_path(file.entry.name) for file in remove))
         self.on_change()
         return True
@@ -279,6 +289,7 @@ class Folder:
                 write_manifest(self.path, self.manifest)
                 self._unsynced = False
             self.unlink()
+            self._remove_unnamed()  # of a writer that was killed, whose folding ended after it
             if self._leftovers:
                 raise DatastoreError(f"cannot remove {min(self._leftovers)}: remove it by hand")
             try:
@@ -299,34 +310,29 @@ class Folder:
                 continue
         return total
 
-    def log_numbers(self) -> list[int]:
-        """Numbers of the logs that count, in their order."""
+    def log_names(self) -> list[LogName]:
+        """The logs that count, each member's in their order."""
         try:
-            found = [log_number(name) for name in os.listdir(self.path)]
+            found = [log_name(name) for name in os.listdir(self.path)]
         except OSError as error:
             raise DatastoreError(f"cannot read {self.path}: {error.strerror or error}") from None
-        numbers = sorted(n for n in found if n is not None and n >= self.manifest.first_log)
-        if numbers and numbers[-1] >= FILE_NUMBER_LIMIT:
-            raise DatastoreError(
-                f"{self.log_path(numbers[-1])} was not written by a datastore, which counts its "
-                "logs from 1 on: remove it"
-            )
-        return numbers
+        counting = [log for log in found if log is not None and self.manifest.counts(log)]
+        for log in counting:
+            if log.number >= FILE_NUMBER_LIMIT:
+                raise DatastoreError(
+                    f"{self.log_path(log)} was not written by a datastore, which counts its logs "
+                    "from 1 on: remove it"
+                )
+        return sorted(counting, key=lambda log: log.place)
 
-    def log_path(self, number: int) -> str:
-        return self.file_path(f"log-{number:08d}.wal")
+    def log_path(self, log: LogName) -> str:
+        return self.file_path(log.file)
 
     def close(self) -> None:
         """Gives the lock back."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-
-def log_number(name: str) -> int | None:
-    """The number in a log's file name; None: it is no log."""
-    found = _LOG_NAME.fullmatch(name)
-    return None if found is None else int(found[1])
 
 
 def check_folder_owner(path: str) -> None:

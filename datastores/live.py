@@ -141,7 +141,7 @@ class LiveCollection:
         """Takes documents out of the queue and of all segments, at once."""
         with self._changed:
             kept = deque(
-                (name, d) for name, d in self._queue if not _takes_document(deletion, name, d)
+                (name, d) for name, d in self._queue if not deletion.takes_document(name, d)
             )
             self._published += len(self._queue) - len(kept)
             self._queue = kept
@@ -320,7 +320,7 @@ class LiveCollection:
         kept = [
             document
             for document in batch.documents
-            if not any(_takes_document(d, batch.namespace, document) for d in self._batch_deletions)
+            if not any(d.takes_document(batch.namespace, document) for d in self._batch_deletions)
         ]
         present = self.segments.get(batch.namespace, ())
         if len(kept) == len(batch.documents) and present == batch.elders:
@@ -391,14 +391,6 @@ def hides(deletions: Sequence[Deletion], segment: Segment) -> bool:
     Rewriting it is the fold process's work; until that is done a little less is found.
     """
     return any(deletion.takes(segment.documents).any() for deletion in deletions)
-
-
-def _takes_document(deletion: Deletion, namespace: str, document: Document) -> bool:
-    return (
-        deletion.concerns(namespace)
-        and document.number < deletion.number
-        and deletion.digest in (None, document.digest)
-    )
 
 
 def _total_tokens(segments: Sequence[Segment]) -> int:

@@ -1,7 +1,8 @@
 """The logs of a folder with their documents in memory: durable at once, searchable soon.
 
 Each log file has a LiveCollection with the same documents. The last log is being written; older
-ones wait to be folded into a sub-index file.
+ones wait to be folded into a sub-index file: by this process, or, where it is a member of a fleet,
+by the one that holds LOCK.
 """
 
 import contextlib
@@ -9,15 +10,16 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from .config import DatastoreError
+from .config import DatastoreClosed, DatastoreError
 from .files import remove_if_file, replace_file
 from .folder import Folder
 from .live import LiveCollection, Segments
+from .log_names import EPOCH_LIMIT, LogName, epoch_of, first_number
 from .room import Room
 from .segment import Document, Segment, build_segments, documents_of
 from .wal import Deletion, LogWriter, log_bytes, read_log
@@ -48,8 +50,10 @@ class LogOptions:
 class Log:
     """A log file with its documents in memory."""
 
-    number: int
+    name: LogName
     live: LiveCollection
+    first_number: int
+    """No document or deletion in it has a lower one."""
     held: Counter[str] = field(default_factory=Counter)
     """Tokens in it by namespace, those of deleted documents too."""
     tokens: int = 0
@@ -65,6 +69,11 @@ class Log:
         """What is searchable of it, by namespace."""
         return self.live.segments
 
+    def is_due(self, fold_tokens: int, fold_interval: float) -> bool:
+        """Whether it is so large, or holds something and is so old (seconds), that it is folded."""
+        age = time.monotonic() - self.began
+        return self.tokens > 0 and (self.tokens >= fold_tokens or age >= fold_interval)
+
     def count(self, namespace: str, tokens: int) -> None:
         """Note a document that was written to it."""
         self.held[namespace] += tokens
@@ -72,7 +81,11 @@ class Log:
 
 
 class LogSet:
-    """The logs that count, oldest first. Thread-safe. With a read-only folder nothing is added."""
+    """This process's logs that count, oldest first. Thread-safe.
+
+    Those of LOCK's holder, or with `member`, those of a member of a fleet, which writes to a folder
+    that is read-only to it otherwise. Without `member` nothing is added to a read-only folder.
+    """
 
     def __init__(
         self,
@@ -80,8 +93,13 @@ class LogSet:
         options: LogOptions,
         segment_tokens: int,
         on_change: Callable[[], None],
+        member: str | None = None,
+        next_number: int = 0,
     ) -> None:
         """Brings the documents of all logs back into memory, in segments of at most that size.
+
+        member: its id, which no process had before, so that there are none. next_number: that of
+        the next document, at least.
 
         Raises DatastoreError: a log cannot be read or is another datastore's, or a new one cannot
         be written.
@@ -90,10 +108,13 @@ class LogSet:
         self._options = options
         self._segment_tokens = segment_tokens
         self._on_change = on_change
+        self._member = member
+        self._writes = member is not None or not folder.read_only
         self.logs: tuple[Log, ...] = ()
         self.deletions: list[Deletion] = []
         """Those that the logs hold: files may not have followed them yet."""
-        self.next_number = folder.manifest.next_number
+        self.next_number = max(next_number, folder.manifest.next_number)
+        self._last_number = 0  # of a log file
         self._unfolded = Room(options.max_unfolded_tokens, options.share)  # for all logs
         self._adding = threading.Lock()  # order of numbers, of log records and of log files
         self._dirty = False
@@ -101,8 +122,11 @@ class LogSet:
         """Why the last attempt to have the log on the disk failed; None: it did not."""
         self._complained = -_COMPLAINT_SECONDS
         self._closing = threading.Event()
-        self._recover()
-        if not folder.read_only:
+        self._held: list[tuple[Log, LogWriter]] = []
+        """Sealed logs of a member that nobody may fold before they are written anew."""
+        if member is None:
+            self._recover()
+        if self._writes:
             self._writer = self._new_writer()
             self._thread = threading.Thread(
                 target=self._run_syncs, name="datastore-sync", daemon=True
@@ -152,7 +176,7 @@ class LogSet:
         """
         with self._adding:
             self._check_open()
-            deletion = Deletion(self.next_number, namespace, digest)
+            deletion = Deletion(first_number(self.epoch + 1), namespace, digest)
             try:
                 self._writer.append_deletion(deletion)
             except OSError as error:
@@ -161,7 +185,7 @@ class LogSet:
                     f"cannot write {self._writer.path}: {error.strerror or error}; nothing was "
                     "deleted: try again when the disk can be written"
                 ) from None
-            self.next_number += 1
+            self.next_number = deletion.number + 1
             self._dirty = True
             self.current.deletions.append(deletion)
             before(deletion)
@@ -169,9 +193,23 @@ class LogSet:
                 log.live.delete(deletion)
             return deletion
 
+    @property
+    def epoch(self) -> int:
+        """That of the next document (log_names.py)."""
+        return epoch_of(self.next_number)
+
+    def follow(self, deletions: Sequence[Deletion], epoch: int) -> None:
+        """Takes what others have deleted out of memory, and counts on from the latest epoch."""
+        with self._adding:
+            self.next_number = max(self.next_number, first_number(epoch))
+            for deletion in deletions:
+                for log in self.logs:
+                    log.live.delete(deletion)
+
     def rotate(self) -> None:
         """Begins another log. DatastoreError if it cannot be written; the old one goes on then."""
         with self._adding:
+            self._check_open()
             old, sealed = self._writer, self.current
             self._writer = self._new_writer()
             sealed.live.seal()
@@ -179,9 +217,23 @@ class LogSet:
             old.sync()  # outside the lock: it may take long, and add() must not wait for it
         except OSError as error:
             self._distrust(sealed, error)
-        finally:
+        if sealed.suspect and self._member is not None:
+            self._held.append((sealed, old))
+            return
+        with contextlib.suppress(OSError):
+            old.close()
+
+    def mend(self) -> None:
+        """Writes a member's sealed logs anew that the disk did not confirm, and lets go of them.
+
+        DatastoreError if one cannot be written. One thread at a time, that which rotates.
+        """
+        while self._held:
+            log, writer = self._held[0]
+            self.write_anew(log)
+            self._held.pop(0)
             with contextlib.suppress(OSError):
-                old.close()
+                writer.close()
 
     def write_anew(self, log: Log) -> None:
         """Writes a sealed log's file again from memory, on the disk itself.
@@ -203,7 +255,7 @@ class LogSet:
             file.write(content)
         log.suspect = False
         self.sync_error = None
-        logger.info("Log %d was written anew", log.number)
+        logger.info("Log %s was written anew", log.name.file)
 
     def _distrust(self, log: Log, error: OSError) -> None:
         log.suspect = True
@@ -211,15 +263,14 @@ class LogSet:
         self._complain(self.sync_error)
 
     def forget(self, log: Log) -> None:
-        """Drops a log that is in a file now."""
+        """Drops a log from memory that is in a file now."""
         with self._adding:
             self.logs = tuple(other for other in self.logs if other is not log)
             for namespace, tokens in log.held.items():
                 self._unfolded.give_back(namespace, tokens)
-        self._folder.unlink(self.path(log))
 
     def path(self, log: Log) -> str:
-        return self._folder.log_path(log.number)
+        return self._folder.log_path(log.name)
 
     def flush(self, timeout: float | None) -> None:
         """Waits until all that was added before is searchable, or raises TimeoutError."""
@@ -248,29 +299,36 @@ class LogSet:
     def close(self) -> None:
         """Makes what was added searchable, syncs and closes the log."""
         with self._adding:
+            if self._closing.is_set():
+                return
             self._closing.set()
         self._thread.join()
         for log in self.logs:
             log.live.close()
         try:
             self._writer.sync()
-            self._writer.close()
         except OSError as error:
             self._distrust(self.current, error)
-        if self.current.suspect:
-            try:
+        try:
+            self.mend()
+            if self.current.suspect:
                 self.write_anew(self.current)
-            except DatastoreError as error:
-                logger.error("The last outputs may not survive a power cut: %s", error)
+        except DatastoreError as error:
+            logger.error("The last outputs may not survive a power cut: %s", error)
+        for writer in (self._writer, *(writer for _, writer in self._held)):
+            with contextlib.suppress(OSError):
+                writer.close()
 
     def _recover(self) -> None:
         manifest = self._folder.manifest
-        for number in self._folder.log_numbers():
-            path = self._folder.log_path(number)
+        for name in self._folder.log_names():
+            if name.member is not None:
+                continue
+            path = self._folder.log_path(name)
             content = read_log(path, manifest.vocab_size, manifest.tokenizer_fingerprint)
             if content.damaged_bytes:
                 logger.warning("%s: %d bytes passed over", path, content.damaged_bytes)
-            log = Log(number, self._new_live())
+            log = Log(name, self._new_live(), 0)
             for namespace, document in content.documents:
                 log.count(namespace, document.tokens.size)
                 self._unfolded.take(namespace, document.tokens.size)
@@ -302,16 +360,23 @@ class LogSet:
         )
 
     def _new_writer(self) -> LogWriter:
-        manifest = self._folder.manifest
-        number = max([manifest.first_log - 1, *(log.number for log in self.logs)]) + 1
-        path = self._folder.log_path(number)
+        manifest, member = self._folder.manifest, self._member
+        folded = manifest.first_log - 1 if member is None else self._last_number
+        self._last_number = max([folded, *(log.name.number for log in self.logs)]) + 1
+        name = LogName(member, self._last_number, 0 if member is None else self.epoch)
+        path = self._folder.log_path(name)
         try:
-            writer = LogWriter(path, manifest.vocab_size, manifest.tokenizer_fingerprint)
+            writer = LogWriter(
+                path,
+                manifest.vocab_size,
+                manifest.tokenizer_fingerprint,
+                locked=member is not None,
+            )
         except OSError as error:
             if not isinstance(error, FileExistsError):
                 remove_if_file(path)
             raise DatastoreError(f"cannot write {path}: {error.strerror or error}") from None
-        self.logs = (*self.logs, Log(number, self._new_live()))
+        self.logs = (*self.logs, Log(name, self._new_live(), self.next_number))
         return writer
 
     def _run_syncs(self) -> None:
@@ -340,10 +405,15 @@ class LogSet:
             logger.error("The datastore does not take in all that is served: %s", reason)
 
     def _check_open(self) -> None:
-        if self._folder.read_only:
+        if not self._writes:
             raise DatastoreError(f"datastore {self._folder.path} was opened to be read only")
         if self._closing.is_set():
-            raise DatastoreError("the datastore is closed")
+            raise DatastoreClosed("the datastore is closed")
+        if self.epoch >= EPOCH_LIMIT - 1:
+            raise DatastoreError(
+                f"datastore {self._folder.path} has used up its numbers: no datastore of ours has "
+                "so many deletions; build it anew"
+            )
 
 
 def by_namespace(documents: list[tuple[str, Document]]) -> dict[str, list[Document]]:

@@ -2,7 +2,8 @@
 
 MANIFEST is JSON, {"crc32": of the canonical dump of the rest, "manifest": {...}}, with the fields
 of Manifest. Files that it does not name are leftovers of a kill and are removed; logs count from
-first_log on.
+first_log on, those of a member of a fleet from its number in `members` on. Version 2 is what a
+folder has that no fleet has used: it has no `members`.
 """
 
 import json
@@ -14,14 +15,14 @@ from typing import Any
 
 from .config import DatastoreError
 from .files import open_file, replace_file
+from .log_names import FILE_NUMBER_LIMIT, LogName, is_member
 from .segment import MAX_NAME_BYTES, NUMBER_LIMIT
 
 NAME = "MANIFEST"
-VERSION = 2
+VERSION = 3
+_ALONE_VERSION = 2
 _FORMAT = "sglang-ext datastore"
 _MAX_BYTES = 1 << 26
-# Numbers of files, sixteen digits at most: a folder never has so many.
-FILE_NUMBER_LIMIT = 10**15
 MAX_VOCAB_SIZE = 1 << 30
 _MAX_TOKENS = 1 << 44
 # Nothing else may be named: what is named is mapped, and removed one day.
@@ -52,6 +53,15 @@ class Manifest:
     first_log: int = 1
     building: dict[str, Any] = field(default_factory=dict)
     """By unfinished corpus, which is not served: what its builder noted to go on from."""
+    members: dict[str, int] | None = None
+    """By member of a fleet: its first log that counts (1 where it is not named). None: no fleet has
+    used the folder, and whoever wrote this does not look for members' logs."""
+
+    def counts(self, log: LogName) -> bool:
+        """Whether a log is not in sub-index files yet."""
+        if log.member is None:
+            return log.number >= self.first_log
+        return log.number >= (self.members or {}).get(log.member, 1)
 
 
 def read_manifest(folder: str) -> Manifest | None:
@@ -78,8 +88,13 @@ def read_manifest(folder: str) -> Manifest | None:
             "folder away and build it again"
         )
     version = content.pop("version", None)
-    if version != VERSION:
-        raise DatastoreError(f"{path} has format version {version}; this program reads {VERSION}")
+    if version not in (_ALONE_VERSION, VERSION):
+        raise DatastoreError(
+            f"{path} has format version {version}; this program reads {_ALONE_VERSION} and "
+            f"{VERSION}"
+        )
+    if version == _ALONE_VERSION:
+        content.setdefault("members", None)
     problem = _problem(content)
     if problem is not None:
         raise DatastoreError(
@@ -133,6 +148,15 @@ def _problem(content: dict[str, Any]) -> str | None:
         for name, noted in building.items()
     ):
         return "building must be an object of objects by corpus"
+    members = content["members"]
+    if members is not None and not (
+        isinstance(members, dict)
+        and all(
+            is_member(name) and is_whole(first, 1, FILE_NUMBER_LIMIT)
+            for name, first in members.items()
+        )
+    ):
+        return "members must be an object of whole numbers by member"
     files = content["files"]
     if not isinstance(files, list):
         return "files must be a list"
@@ -161,7 +185,14 @@ def manifest_stamp(folder: str) -> tuple[int, int, int] | None:
 
 def write_manifest(folder: str, manifest: Manifest) -> None:
     """Replaces the folder's manifest. DatastoreError if it cannot: the old one is as it was."""
-    content = {"format": _FORMAT, "version": VERSION, **asdict(manifest)}
+    alone = manifest.members is None
+    content = {
+        "format": _FORMAT,
+        "version": _ALONE_VERSION if alone else VERSION,
+        **asdict(manifest),
+    }
+    if alone:
+        del content["members"]
     content = json.loads(json.dumps(content))  # tuples become lists, as a reader will see them
     text = json.dumps({"crc32": _checksum(content), "manifest": content}, indent=1)
     with replace_file(os.path.join(folder, NAME)) as file:

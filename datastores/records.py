@@ -28,6 +28,14 @@ class Deletion:
         """Whether anything of a namespace may have to go."""
         return self.namespace is None or self.namespace == namespace
 
+    def takes_document(self, namespace: str, document: Document) -> bool:
+        """Whether it takes a document of a namespace."""
+        return (
+            self.concerns(namespace)
+            and document.number < self.number
+            and self.digest in (None, document.digest)
+        )
+
     def takes(self, documents: np.ndarray) -> np.ndarray:
         """bool[n]: which of these it takes (DOCUMENT_DTYPE[n], of a namespace that it concerns)."""
         gone = documents["number"] < np.uint64(self.number)

@@ -1,4 +1,4 @@
-"""What keeps a datastore's served outputs: memory, a folder, or one that another writes."""
+"""What keeps a datastore's served outputs: memory, a folder, or one that another folds."""
 
 from typing import Protocol
 
@@ -11,8 +11,7 @@ class ServedOutputs(Protocol):
     """Documents by namespace, searchable as they come. Thread-safe.
 
     MemoryCollection keeps them in memory only, DurableCollection in a folder, and
-    FollowingCollection finds what another process takes in: its add(), fold() and delete() raise
-    DatastoreError.
+    FollowingCollection in one that another process folds: its fold() raises DatastoreError.
     """
 
     @property
@@ -48,7 +47,7 @@ class ServedOutputs(Protocol):
 
     def counters(self) -> dict[str, float]:
         """queued_documents, queued_tokens, ingest_lag, unfolded_tokens, evicted_tokens, and what
-        only some have: pending_deletions, background_failures."""
+        only some have: pending_deletions, background_failures, folded_logs."""
 
     def close(self) -> None:
         """Ends the threads; searches still work."""

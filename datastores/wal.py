@@ -28,7 +28,7 @@ import numpy as np
 
 from . import wal_v1
 from .config import DatastoreError
-from .files import open_file
+from .files import create_locked, open_file
 from .records import (
     NUMBER_LIMIT,
     Deletion,
@@ -56,12 +56,17 @@ HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 
 
 class LogWriter:
-    """Appends to a new log file. One thread at a time, but for sync()."""
+    """Appends to a new log file. One thread at a time, but for sync().
 
-    def __init__(self, path: str, vocab_size: int, tokenizer_fingerprint: str) -> None:
+    locked: others can see whether it is written to (files.is_locked()), until close() or a kill.
+    """
+
+    def __init__(
+        self, path: str, vocab_size: int, tokenizer_fingerprint: str, locked: bool = False
+    ) -> None:
         self.path = path
         self._dtype = token_dtype(vocab_size)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        self._file = create_locked(path) if locked else _create(path)
         self.size = 0
         self.tokens = 0
         self.failed: OSError | None = None
@@ -117,6 +122,10 @@ class LogWriter:
                 self.failed = error
             raise
         self.size += len(data)
+
+
+def _create(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
 
 
 def log_bytes(

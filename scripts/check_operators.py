@@ -1,4 +1,4 @@
-"""What operators ask of tenants, corpora and predictions.
+"""What operators ask of tenants, corpora, predictions, and servers that share a datastore.
 
 Parts (`--parts`):
 - prediction: OpenAI's `prediction`, by chat completions of a server beside plain SGLang.
@@ -19,13 +19,30 @@ Parts (`--parts`):
   linters say of the files. openapi_5xx: of openapi_requests that Schemathesis made, by
   /openapi.json, on our routes; openapi_undescribed: answers that it does not describe;
   openapi_taken: requests that were a 200.
+- fleet: two processes on one datastore, with the drafter and the datastore of a server.
+  fleet_found_seconds: longest time from an output's acknowledgement by one to its being a draft on
+  the other. Either is killed (kill -9) 50 times; fleet_lost: acknowledged outputs that are missing;
+  fleet_corrupt: damage; fleet_failed_starts. Where the one that folds was killed,
+  fleet_election_seconds: until the other one folds; fleet_ingest_gap_seconds: the longest time
+  meanwhile in which the other one took nothing in.
+- fleet_servers, only if asked for: the same of two SGLang servers, by HTTP, with fewer kills.
+  fleet_servers_warm_gain: accept length of what the other one has served, over that before;
+  _answer_gap_seconds: longest time between answers of the one that was left.
 
-    python -m scripts.check_operators [--parts prediction,ops] [--quick] [--json FILE]
+    python -m scripts.check_operators [--parts prediction,salts,ops,fleet] [--quick]
+        [--json FILE]
 """
 
 import sys
 
-from scripts.lib import operators_corpora, operators_ops, operators_prediction, operators_salts
+from scripts.lib import (
+    operators_corpora,
+    operators_fleet,
+    operators_fleet_servers,
+    operators_ops,
+    operators_prediction,
+    operators_salts,
+)
 from scripts.lib.check_parts import Part, figures_of, parts_of
 from scripts.lib.figures import parser, report
 
@@ -34,7 +51,10 @@ PARTS: dict[str, Part] = {
     "salts": operators_salts.check,
     "corpora": operators_corpora.check,
     "ops": operators_ops.check,
+    "fleet": operators_fleet.check,
+    "fleet_servers": operators_fleet_servers.check,
 }
+_DEFAULT_PARTS = "prediction,salts,corpora,ops,fleet"
 # Must be 0; figures of speed depend on the machine, and fail nothing.
 _FAILURES = (
     "prediction_mismatches",
@@ -51,15 +71,23 @@ _FAILURES = (
     "systemd_problems",
     "openapi_5xx",
     "openapi_undescribed",
+    *(f"{part}_{what}" for part in ("fleet", "fleet_servers") for what in ("lost", "corrupt")),
+    "fleet_failed_starts",
 )
 _LEAST_ACCEPT_RATIO = 0.99
+# Most seconds.
+_LIMITS = {
+    f"{part}_{what}_seconds": seconds
+    for part in ("fleet", "fleet_servers")
+    for what, seconds in (("found", 1.0), ("election", 5.0), ("ingest_gap", 5.0))
+}
 
 
 def main() -> int:
     args = parser(__doc__)
     args.add_argument("--edits", type=int, default=200, help="answers compared [%(default)s]")
     args.add_argument("--drafts", type=int, default=10_000, help="trees looked at [%(default)s]")
-    options = parts_of(args, PARTS, ",".join(PARTS))
+    options = parts_of(args, PARTS, _DEFAULT_PARTS)
     figures: dict[str, float] = {}
     shown = True
     for found in figures_of(options, PARTS):
@@ -68,7 +96,8 @@ def main() -> int:
     report(figures, options.json)
     wrong = any(figures.get(name, 0) for name in _FAILURES)
     worse = figures.get("corpora_accept_ratio", 1.0) < _LEAST_ACCEPT_RATIO
-    return int(not shown or wrong or worse)
+    late = any(figures.get(name, 0.0) > most for name, most in _LIMITS.items())
+    return int(not shown or wrong or worse or late)
 
 
 if __name__ == "__main__":

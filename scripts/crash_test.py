@@ -24,22 +24,23 @@ import numpy as np
 import psutil
 from tqdm import tqdm
 
-from datastores import Datastore, verify_folder
+from datastores import verify_folder
 from datastores.segment import document_digest
 from scripts.lib.client import generate
 from scripts.lib.figures import parser, report
+from scripts.lib.known_outputs import (
+    drafter_on,
+    drafts_from,
+    is_stored,
+    name_of,
+    serve,
+    stored_documents,
+)
 from scripts.lib.server import Server
 from scripts.lib.spec_bench import spec_bench
-from sglang_ext.drafters import DrafterContext, DraftRequest
-from sglang_ext.drafters.sssd import PROMPT_TAIL, RetrievalDrafter
-from sglang_ext.options import Options
 from sglang_ext.servers import processes
 
 KILLS, QUICK_KILLS = 200, 20
-VOCAB = 49152
-DOCUMENT_TOKENS = 120
-# Small, so that folds and merges run all the time.
-FOLD_TOKENS = 1 << 13
 LONGEST_LIFE_S = 1.5
 
 
@@ -68,42 +69,17 @@ def main() -> int:
 # -- the drafting process ------------------------------------------------------------------
 
 
-def document(k: int) -> np.ndarray:
-    """int64[DOCUMENT_TOKENS], the k-th output: different for every k, and known from k."""
-    steps = np.arange(DOCUMENT_TOKENS, dtype=np.int64)
-    return ((k + 1) * 2654435761 + steps * (2 * k + 7919)) % (VOCAB - 1)
-
-
 def serve_documents(folder: str, first: int) -> None:
     """The process that is killed: ingests for ever, a number a line on stdout when it has one."""
-    context = DrafterContext(
-        vocab_size=VOCAB,
-        options=Options(datastore=folder, datastore_fold_tokens=FOLD_TOKENS),
-        tokenizer_fingerprint="crash-test",
-    )
-    drafter = RetrievalDrafter(context)
+    drafter = drafter_on(folder)
     drafted = all(drafts_from(drafter, k) for k in range(max(0, first - 20), first))
     print("serves" if drafted else "does not draft", flush=True)
     k = first
     while True:
-        text = document(k).tolist()
-        request = DraftRequest(rid=f"r{k}", prompt=text[:20], output=text[20:])
-        drafter.start(request)
-        drafter.propose([request], 15)
-        drafter.finish(request, completed=True)
+        serve(drafter, k)
         print(k, flush=True)
         k += 1
         time.sleep(0.001)
-
-
-def drafts_from(drafter: RetrievalDrafter, k: int) -> bool:
-    """Whether an earlier output is a draft, as it must be."""
-    text = document(k).tolist()
-    # All but the last prompt tokens of an output are not kept.
-    request = DraftRequest(rid="check", prompt=text[20:40], output=text[40:60])
-    drafter.start(request)
-    (tree,) = drafter.propose([request], 8)
-    return len(tree) > 0 and int(tree.tokens[0]) == text[60]
 
 
 def kill_drafting_processes(folder: str, kills: int, rng: random.Random) -> dict[str, int]:
@@ -143,27 +119,10 @@ def _missing(folder: str, acknowledged: int) -> tuple[int, int, int]:
     if not os.path.exists(os.path.join(folder, "MANIFEST")):
         return acknowledged, acknowledged, 0
     found = stored_documents(folder)
-    kept = DOCUMENT_TOKENS - 20 + PROMPT_TAIL  # the output, and the last prompt tokens
-    missing = sum(
-        not np.array_equal(found.get(document_digest(f"r{k}"), ()), document(k)[-kept:])
-        for k in range(acknowledged)
-    )
+    missing = sum(not is_stored(found, k) for k in range(acknowledged))
     # The kill may have come between the log and the acknowledgement.
-    following = acknowledged + (document_digest(f"r{acknowledged}") in found)
+    following = acknowledged + (document_digest(name_of(acknowledged)) in found)
     return missing, following, sum(map(len, found.values()))
-
-
-def stored_documents(folder: str) -> dict[bytes, np.ndarray]:
-    """Every served output of a folder by the digest of its name, read as a restart reads it."""
-    found: dict[bytes, np.ndarray] = {}
-    with Datastore.open(folder, read_only=True) as store:
-        for namespace in store.namespaces():
-            for segment in store.snapshot(namespace).live:
-                starts = segment.documents["start"].astype(np.int64)
-                ends = np.append(starts[1:], segment.tokens.size) - 1
-                for row, start, end in zip(segment.documents, starts, ends, strict=True):
-                    found[bytes(row["digest"])] = segment.tokens[start:end]
-    return found
 
 
 # -- SGLang servers ------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from datastores import (
     retrieve,
     verify_folder,
 )
+from datastores.durable import DurableOptions
 from datastores.folder import Folder
 from datastores.folding import FoldJob, run_job
 from datastores.following import FollowingCollection
@@ -182,7 +183,10 @@ class _Follower:
             read_only=True,
         )
         self._following = FollowingCollection(
-            self._folder, 1 << 30, LogOptions(1 << 20, 0.0), lambda: None, lambda: False
+            self._folder,
+            DurableOptions(1 << 30, LogOptions(1 << 20, 0.0)),
+            lambda: None,
+            lambda: False,
         )
 
     def looks(self, known: Known) -> bool:

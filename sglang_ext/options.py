@@ -59,8 +59,8 @@ class Options:
     )
     datastore_shared: bool = _option(
         False,
-        "several servers use the datastore's folder at once: the first one writes, the others "
-        "follow it, and one of them takes over when it ends",
+        "several servers use the datastore's folder at once: each takes in what it serves, one "
+        "folds for all, and another one takes its place when it ends; on with data parallelism",
     )
     namespace_header: str = _option(
         "x-sglang-ext-namespace",

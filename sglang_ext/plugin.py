@@ -136,6 +136,7 @@ def _resolve_server_args(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     from sglang_ext.api.datastore import protocol
+    from sglang_ext.api.datastore.shared_ranks import share_among_ranks
     from sglang_ext.cuda import backends
 
     options = Options.from_env()  # a wrong value ends the start here, with one clear line
@@ -147,6 +148,7 @@ def _resolve_server_args(server_args: Any) -> None:
         raise ValueError(f"{ALGORITHM} does not support pipeline parallelism (--pp-size 1)")
     if cfg.attn_dp_size > 1:
         raise ValueError(f"{ALGORITHM} does not support --enable-dp-attention")
+    share_among_ranks(cfg.dp_size)
     if cfg.enable_lmcache:  # SGLang's own message names neither the flag nor the algorithm
         raise ValueError(f"{ALGORITHM} does not support --enable-lmcache; leave it out")
     long = options.default_drafter in LONG_DRAFTERS or "specasr" in options.loaded_drafters()

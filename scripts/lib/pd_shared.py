@@ -23,16 +23,18 @@ def check(options: argparse.Namespace) -> dict[str, float]:
             pairs = [pd.pair(1), pd.pair(2)]
             # One of them was first.
             follows = [info(pair)["follows"] for pair in pairs]
-            assert sorted(follows) == [False, True], f"one writer and one reader: {follows}"
-            writer, reader = pairs[follows.index(False)], pairs[follows.index(True)]
+            assert sorted(follows) == [False, True], f"one folds, the other does not: {follows}"
             delays, cold, warm = [], [], []
-            for prompt in prompts[: 4 if options.quick else 12]:
-                body = {
+            for number, prompt in enumerate(prompts[: 4 if options.quick else 12]):
+                # Each takes in what it serves; the other one learns it.
+                writer, reader = pairs[number % 2], pairs[1 - number % 2]
+                body: dict[str, Any] = {
                     "input_ids": list(prompt),
                     "sampling_params": {"temperature": 0.0, "max_new_tokens": options.tokens},
                 }
                 cold.append(accept_length(writer, body))
                 delays.append(seconds_until_equal(writer, reader))
+                body["sampling_params"] |= {"custom_params": {"ingest": False}}
                 warm.append(accept_length(reader, body))
     print(f"known to the other server after {max(delays):.2f} s at most", flush=True)
     return {

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from datastores import Datastore
+from datastores.log_names import LogName, first_number
 from datastores.manifest import is_name
-from datastores.wal import framed, new_header
+from datastores.segment import Document
+from datastores.wal import Deletion, LogWriter, framed, new_header
 
 VOCAB = 500
 FINGERPRINT = "t"
@@ -47,19 +49,25 @@ class Known:
 
 
 def templates(folder: Path) -> list[tuple[Path, Known]]:
-    """Folders that are right: files and logs, logs alone, with a deletion, with a corpus."""
+    """Folders that are right: files and logs, logs alone, with a deletion, with a corpus; the last
+    one a fleet's, with a member's log."""
     folder.mkdir()
     outside = folder.parent / "precious.txt"
     outside.write_text("precious")
     made = []
     for number, (folded, deletes, corpus) in enumerate(
-        [(True, False, True), (False, True, False), (True, True, True)]
+        [(True, False, True), (False, True, False), (True, True, True), (True, False, False)]
     ):
+        fleet = number == 3
         path = folder / str(number)
         rng = np.random.default_rng(number)
         documents, texts = set(), set()
         with Datastore.open(
-            path, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT, live_interval=0.0
+            path,
+            vocab_size=VOCAB,
+            tokenizer_fingerprint=FINGERPRINT,
+            live_interval=0.0,
+            shared=fleet,
         ) as store:
             if corpus:
                 text = tuple(rng.integers(0, VOCAB, 40).tolist())
@@ -77,15 +85,27 @@ def templates(folder: Path) -> list[tuple[Path, Known]]:
                 documents.add(("gone", (9, 9, 9)))
                 store.add((9, 9, 9), "gone", name="gone")
                 store._served._logs.delete("gone", None, lambda deletion: None)  # type: ignore
+        if fleet:
+            _add_member(path, documents)
         made.append((path, Known(frozenset(documents), frozenset(texts), outside)))
     return made
+
+
+def _add_member(path: Path, documents: set[tuple[str, tuple[int, ...]]]) -> None:
+    """A log of a member that has ended, with a document and a deletion."""
+    log = LogWriter(str(path / LogName("0123abcd", 1, 2).file), VOCAB, FINGERPRINT)
+    first = first_number(2)
+    documents.add(("a", (1, 2, 7)))
+    log.append("a", Document(np.array([1, 2, 7], np.int32), first))
+    log.append_deletion(Deletion(first_number(3), "gone"))
+    log.close()
 
 
 def mutate(path: Path, known: Known, kind: str, rng: np.random.Generator) -> None:
     """Makes a folder wrong, in one of CLASSES' ways."""
     if kind == "names":
         return _odd_name(path, known, rng)
-    wanted = {"container": "sub-*", "manifest": "MANIFEST", "log": "log-*"}.get(kind, "[!L]*")
+    wanted = {"container": "sub-*", "manifest": "MANIFEST", "log": "[lm]*-*"}.get(kind, "[!L]*")
     files = sorted(path.glob(wanted))
     if not files:
         return None
@@ -218,6 +238,8 @@ def _odd_name(path: Path, known: Known, rng: np.random.Generator) -> None:
     names = [
         "LOCK", "MANIFEST", "log-00000002.wal", "log-00000900.wal", "sub-x", ".tmp-x",
         "log-5\u00b25.wal", "log-9999999999999999.wal", "sub-00000001-aaaaaaaa.idx",
+        "member-0123abcd-00000001-00000002.wal", "member-0123abcd-00000009-99999999.wal",
+        "member-ffffffff-9999999999999999-00000001.wal",
         *(file.name for file in path.iterdir()),
     ]  # fmt: skip
     at = path / names[int(rng.integers(len(names)))]

@@ -7,7 +7,6 @@ of its headers, so that all clients would share one namespace and no key would a
         --prefill URL BOOTSTRAP_PORT --decode URL
 """
 
-import asyncio
 import logging
 from collections.abc import Collection, Sequence
 from contextvars import ContextVar
@@ -30,7 +29,7 @@ AUTHORIZATION = "authorization"
 _Headers = tuple[tuple[str, str], ...]
 _carried: ContextVar[_Headers] = ContextVar("sglang_ext_carried_headers", default=())
 # A deletion answers when files are rewritten (api/datastore/control_client.py); 404: a server that
-# keeps nothing, as prefill servers do; 409: one that follows the datastore of another.
+# keeps nothing, as prefill servers do; 409: one that reads the datastore of another.
 _DELETION_S = 90.0
 _NOTHING_THERE = (404, 409)
 
@@ -115,7 +114,8 @@ async def delete_everywhere(urls: Sequence[str], request: Request) -> JSONRespon
     """What every server answers to a deletion, as one: the tokens in all, or what failed."""
     timeout = aiohttp.ClientTimeout(total=_DELETION_S)
     async with client_session(timeout=timeout) as session:
-        replies = await asyncio.gather(*(_delete(session, url, request) for url in urls))
+        # One by one: of servers that share a datastore, the first one counts what is deleted.
+        replies = [await _delete(session, url, request) for url in urls]
     done = [r for r in replies if r.status == 200]
     failed = [r for r in replies if r.status != 200 and r.status not in _NOTHING_THERE]
     if not done and not failed:

@@ -76,8 +76,8 @@ class RetrievalDrafter(Drafter):
             "SSSD datastore: %d tokens%s%s, live ingest %s",
             self.datastore.num_tokens,
             f" from {options.datastore}" if options.datastore else "",
-            ", followed" if self.datastore.follows else "",
-            "on" if self.ingests and not self.datastore.follows else "off",
+            "" if self.datastore.role == "alone" else f", as a fleet's {self.datastore.role}",
+            "on" if self.ingests else "off",
         )
 
     @property
@@ -233,8 +233,6 @@ class RetrievalDrafter(Drafter):
     def finish(self, request: DraftRequest, completed: bool) -> None:
         """Let the finished output join its namespace, under the name it can be deleted by."""
         request.state = None
-        if self.datastore.follows:
-            return  # the server that writes to it takes in what it has served itself
         if self.ingests and completed and request.options.ingest:
             self.datastore.add(
                 [*request.prompt[-PROMPT_TAIL:], *request.output],

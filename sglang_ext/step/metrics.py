@@ -182,6 +182,20 @@ class SpeculationMetrics:
             "Attempts to write the datastore's files that failed; each is made again.",
         )
         self._failures_before = 0
+        self._role = series.by_kind(
+            "datastore_role",
+            "1 for what this process is to the datastore: alone; or one of those that share its "
+            "folder: the one that folds, or a member.",
+            ("alone", "writer", "member"),
+        )
+        self._folded = series.counter(
+            "datastore_folded_logs", "Logs that became sub-index files, in the process that folds."
+        )
+        self._folded_before = 0
+        self._elections = series.counter(
+            "datastore_elections", "How often this process took the place of a writer that ended."
+        )
+        self._elections_before = 0
         self._pending = series.gauge(
             "datastore_pending_deletions", "Deletions that some file has not followed yet."
         )
@@ -212,6 +226,12 @@ class SpeculationMetrics:
         self._failures.inc(max(0, info.background_failures - self._failures_before))
         self._failures_before = info.background_failures
         self._pending.set(info.pending_deletions)
+        for role, gauge in self._role.items():
+            gauge.set(role == info.role)
+        self._folded.inc(max(0, info.folded_logs - self._folded_before))
+        self._folded_before = info.folded_logs
+        self._elections.inc(max(0, info.elections - self._elections_before))
+        self._elections_before = info.elections
 
     def note_drafting(self, seconds: float) -> None:
         """A batch was drafted for."""

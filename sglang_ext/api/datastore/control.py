@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from datastores import Datastore, DatastoreError, DeletionPending
+from datastores import Datastore, DatastoreError, DatastoreInUse, DeletionPending
 from sglang_ext.api.datastore import protocol
 from sglang_ext.drafters import Drafter
 from sglang_ext.drafters.named_corpora import Corpora
@@ -90,7 +90,6 @@ class Operations:
     def _delete_namespace(self, request: Mapping[str, Any]) -> dict[str, int]:
         namespace = check_namespace(request.get("namespace"), "namespace")
         self._forget_in_drafters(namespace, None)
-        self._check_writes()
         return {"tokens": self._datastore.delete_namespace(namespace)}
 
     def _delete_request(self, request: Mapping[str, Any]) -> dict[str, int]:
@@ -100,16 +99,7 @@ class Operations:
         if namespace is not None:
             check_namespace(namespace, "namespace")
         self._forget_in_drafters(namespace, name)
-        self._check_writes()
         return {"tokens": self._datastore.delete_document(name, namespace)}
-
-    def _check_writes(self) -> None:
-        if self._datastore.follows:
-            raise ControlError(
-                "this server has forgotten what its sessions wrote, but another one writes to the "
-                "datastore that it follows: delete there as well",
-                409,
-            )
 
     def _forget_in_drafters(self, namespace: str | None, name: str | None) -> None:
         """First: a request that ends meanwhile asks its drafter, then feeds the datastore."""
@@ -209,6 +199,8 @@ def reply(operations: Callable[[Any], Any], line: bytes) -> dict[str, Any]:
         return {"ok": False, "error": str(error), "status": error.status}
     except DeletionPending as error:
         return {"ok": False, "error": str(error), "status": 503}
+    except DatastoreInUse as error:  # another server's business, of those that share the folder
+        return {"ok": False, "error": str(error), "status": 409}
     except (DatastoreError, RequestOptionError) as error:
         return {"ok": False, "error": str(error), "status": 400}
     except ValueError as error:
@@ -224,7 +216,7 @@ def serve(drafters: Collection[Drafter], rank: int = 0) -> ControlServer | None:
     None where no drafter has a datastore.
 
     Args:
-        rank: of data parallelism; each has a datastore of its own.
+        rank: of data parallelism; all share one datastore (shared_ranks.py).
     """
     for drafter in drafters:
         if drafter.datastore is not None:

@@ -9,10 +9,13 @@ from sglang_ext.api.datastore import protocol
 from sglang_ext.api.datastore.control import ControlError
 
 TIMEOUT_S = 60.0
+_LEFT_TO_ANOTHER = 409
 
 
 def call_all(op: str, timeout_s: float = TIMEOUT_S, **arguments: Any) -> list[Any]:
-    """The result of an operation from the datastore of each data-parallel rank.
+    """The results of an operation from the datastores of the data-parallel ranks.
+
+    One by one. A rank that leaves it to another one, which folds for all, is left out.
 
     Raises:
         ControlError: there is no datastore, it does not answer, or it refuses.
@@ -20,7 +23,18 @@ def call_all(op: str, timeout_s: float = TIMEOUT_S, **arguments: Any) -> list[An
     paths = sorted(protocol.folder().glob("scheduler-*.sock"))
     if not paths:
         raise ControlError("this server has no datastore; start it with --drafter sssd", 404)
-    return [call(path, op, timeout_s, **arguments) for path in paths]
+    results: list[Any] = []
+    refused: ControlError | None = None
+    for path in paths:
+        try:
+            results.append(call(path, op, timeout_s, **arguments))
+        except ControlError as error:
+            if error.status != _LEFT_TO_ANOTHER:
+                raise
+            refused = error
+    if refused is not None and not results:
+        raise refused
+    return results
 
 
 def call(path: Path, op: str, timeout_s: float = TIMEOUT_S, **arguments: Any) -> Any:

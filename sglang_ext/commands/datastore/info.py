@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from datastores import Datastore, DatastoreInfo
-from datastores.folder import log_number
+from datastores.log_names import log_name
 from datastores.manifest import read_manifest
 
 
@@ -73,7 +73,7 @@ def _unfinished(folder: str) -> dict[str, int]:
 
 
 def _log_bytes(folder: str) -> int:
-    logs = (entry for entry in os.scandir(folder) if log_number(entry.name) is not None)
+    logs = (entry for entry in os.scandir(folder) if log_name(entry.name) is not None)
     return sum(entry.stat(follow_symlinks=False).st_size for entry in logs)
 
 

@@ -29,9 +29,10 @@ m.note_drafting(0.0003)
 m.set_budget(40, 8)
 info = SimpleNamespace(namespaces={"a": 5, "b": 6}, corpora={"c": 7}, nbytes=90, disk_bytes=80,
                        ingest_lag=0.5, dropped_documents=3, background_failures=1,
-                       pending_deletions=2)
+                       pending_deletions=2, role="member", folded_logs=0, elections=0)
 m.set_datastore(info)
 info.dropped_documents, info.background_failures = 4, 3
+info.role, info.folded_logs, info.elections = "writer", 5, 1
 m.set_datastore(info)
 assert m.gauges_due() and not m.gauges_due()
 registry = CollectorRegistry()
@@ -75,6 +76,10 @@ def test_series_in_multiprocess_mode(tmp_path):
     assert value("datastore_dropped_documents_total") == 4
     assert value("datastore_background_failures_total") == 3
     assert value("datastore_pending_deletions") == 2
+    roles = {role: value("datastore_role", kind=role) for role in ("alone", "writer", "member")}
+    assert roles == {"alone": 0, "writer": 1, "member": 0}
+    assert value("datastore_folded_logs_total") == 5
+    assert value("datastore_elections_total") == 1
 
 
 def test_the_budget_is_logged_now_and_then(monkeypatch, caplog):

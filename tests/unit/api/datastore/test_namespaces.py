@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
+from datastores import DatastoreInUse
 from sglang_ext.admission.cache_salts import salt_namespace
 from sglang_ext.api.app import extend
 from sglang_ext.api.datastore import protocol
@@ -88,11 +89,10 @@ def test_the_name_of_salts_can_be_asked_for(app):
 class FakeDatastore:
     """Two namespaces, and a flush that can be slow."""
 
-    follows = False
-
     def __init__(self):
         self.tokens = {"a": 5, "b": 7}
         self.num_tokens = 12
+        self.refusal: Exception | None = None
 
     def namespaces(self):
         return self.tokens
@@ -102,6 +102,8 @@ class FakeDatastore:
             raise TimeoutError("still sorting")
 
     def delete_namespace(self, namespace):
+        if self.refusal is not None:
+            raise self.refusal
         return self.tokens.pop(namespace, 0)
 
     def delete_document(self, name, namespace):
@@ -161,14 +163,30 @@ def test_deletions_reach_drafters_and_translation_sessions(app, served, control)
     assert told == closed == [("b", None), (None, "r/1"), ("a", "r/1")]
 
 
-def test_a_follower_forgets_its_own_and_says_who_has_the_rest(app, served, control, monkeypatch):
-    monkeypatch.setattr(served[1], "follows", True)
+def test_what_is_another_servers_business_is_a_409(app, served, control, monkeypatch):
+    monkeypatch.setattr(served[1], "refusal", DatastoreInUse("ask that server"))
     served[2].clear()
-    for path in ("/datastore/namespaces/a", "/datastore/requests/r"):
-        response = app.delete(path)
-        assert response.status_code == 409 and "delete there as well" in response.text
-    assert served[2] == [("a", None), (None, "r")]
-    assert served[1].tokens == {"a": 5, "b": 7}
+    response = app.delete("/datastore/namespaces/a")
+    assert response.status_code == 409 and "ask that server" in response.text
+    assert served[2] == [("a", None)]
+
+
+def test_ranks_that_share_a_datastore_answer_as_one(app, served, control, monkeypatch):
+    member = FakeDatastore()
+    member.tokens, member.num_tokens = {"a": 5, "c": 1}, 6
+    second = serve([Owner(member)], rank=1)
+    try:
+        found = app.get("/datastore/namespaces").json()
+        assert found == {"namespaces": {"a": 5, "b": 7, "c": 1}}
+        assert app.post("/datastore/flush").json() == {"tokens": 12}
+        # One leaves it to the other; whether all do is another matter.
+        member.refusal = DatastoreInUse("ask that server")
+        assert app.delete("/datastore/namespaces/a").json() == {"deleted_tokens": 5}
+        monkeypatch.setattr(served[1], "refusal", DatastoreInUse("ask that server"))
+        assert app.delete("/datastore/namespaces/b").status_code == 409
+    finally:
+        second.shutdown()
+        second.server_close()
 
 
 @pytest.mark.parametrize(
