@@ -141,7 +141,7 @@ class LiveCollection:
         """Takes documents out of the queue and of all segments, at once."""
         with self._changed:
             kept = deque(
-                (name, d) for name, d in self._queue if not _takes_document(deletion, name, d)
+                (name, d) for name, d in self._queue if not takes_document(deletion, name, d)
             )
             self._published += len(self._queue) - len(kept)
             self._queue = kept
@@ -320,7 +320,7 @@ class LiveCollection:
         kept = [
             document
             for document in batch.documents
-            if not any(_takes_document(d, batch.namespace, document) for d in self._batch_deletions)
+            if not any(takes_document(d, batch.namespace, document) for d in self._batch_deletions)
         ]
         present = self.segments.get(batch.namespace, ())
         if len(kept) == len(batch.documents) and present == batch.elders:
@@ -393,7 +393,8 @@ def hides(deletions: Sequence[Deletion], segment: Segment) -> bool:
     return any(deletion.takes(segment.documents).any() for deletion in deletions)
 
 
-def _takes_document(deletion: Deletion, namespace: str, document: Document) -> bool:
+def takes_document(deletion: Deletion, namespace: str, document: Document) -> bool:
+    """Whether it takes a document of a namespace."""
     return (
         deletion.concerns(namespace)
         and document.number < deletion.number
