@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike, fspath
+from typing import BinaryIO
 
 from ..config import DatastoreError
 from ..container import read_outline
@@ -95,6 +96,12 @@ def pulled_identity(folder: str) -> str | None:
         return None
 
 
+def _write(part: BinaryIO, block: bytes) -> None:
+    left = memoryview(block)
+    while left:
+        left = left[part.write(left) :]
+
+
 class _Receiver:
     """Fills a folder with what lies at an address."""
 
@@ -130,7 +137,7 @@ class _Receiver:
         path = os.path.join(self._folder, file.name)
         # O_NOFOLLOW: a name that leads elsewhere is not written through.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(path + _PART, flags, 0o600), "r+b") as part:
+        with os.fdopen(os.open(path + _PART, flags, 0o600), "r+b", buffering=0) as part:
             first = self._intact_blocks(part, file)
             part.seek(first * self._shipment.block_bytes)
             part.truncate()
@@ -138,16 +145,15 @@ class _Receiver:
             for i, block in enumerate(self._blocks(file, first), first):
                 if block_digest(block) != file.blocks[i]:
                     block = self._again(file, i)
-                part.write(block)
+                _write(part, block)
                 self._done += len(block)
                 self._received += len(block)
                 self._report(self._done, self._shipment.nbytes)
-            part.flush()
             os.fsync(part.fileno())
         os.rename(path + _PART, path)
         self._check_content(file, path)
 
-    def _intact_blocks(self, part, file: ShippedFile) -> int:
+    def _intact_blocks(self, part: BinaryIO, file: ShippedFile) -> int:
         """How many blocks an earlier call has left that are right."""
         for i, expected in enumerate(file.blocks):
             size = min(self._shipment.block_bytes, file.nbytes - i * self._shipment.block_bytes)
