@@ -194,8 +194,9 @@ class _Receiver:
 
     def _check_unchanged(self) -> None:
         """Raises _Changed if another datastore lies there now: its push has removed this one's."""
-        if find_shipment(self._remote).identity != self._shipment.identity:
-            raise _Changed
+        with contextlib.suppress(DatastoreError):  # what went wrong first is what is told
+            if find_shipment(self._remote).identity != self._shipment.identity:
+                raise _Changed
 
     def _check_content(self, file: ShippedFile, path: str) -> None:
         """DatastoreError, and the file is removed, unless it is the sub-index that it should be.
