@@ -1,4 +1,4 @@
-"""What operators ask of tenants, corpora and predictions.
+"""What operators ask of tenants, corpora, predictions and datastores.
 
 Parts (`--parts`):
 - prediction: OpenAI's `prediction`, by chat completions of a server beside plain SGLang.
@@ -13,13 +13,23 @@ Parts (`--parts`):
 - corpora: nine corpora of which a request chooses the right one. corpora_accept_ratio and
   corpora_time_ratio: accept length and seconds of drafting over those with that corpus alone;
   corpora_unchosen_ratio: the accept length over it where all nine are read.
+- ship: datastores that travel. snapshot_p99_ratio: 99th percentile of requests' seconds while a
+  server's datastore is copied, over that without; snapshot_problems: what `verify` finds in the
+  copies. push_speed_ratio, pull_speed_ratio: bytes per second over those of a plain copy, of 1 GB
+  (--quick: 128 MiB). export_draft_mismatches: drafts that differ between a corpus and what its
+  export was built into.
 
-    python -m scripts.check_operators [--parts prediction,salts,corpora] [--quick] [--json FILE]
+    python -m scripts.check_operators [--parts salts,corpora,ship] [--quick] [--json FILE]
 """
 
 import sys
 
-from scripts.lib import operators_corpora, operators_prediction, operators_salts
+from scripts.lib import (
+    operators_corpora,
+    operators_prediction,
+    operators_salts,
+    operators_ship,
+)
 from scripts.lib.check_parts import Part, figures_of, parts_of
 from scripts.lib.figures import parser, report
 
@@ -27,9 +37,17 @@ PARTS: dict[str, Part] = {
     "prediction": operators_prediction.check,
     "salts": operators_salts.check,
     "corpora": operators_corpora.check,
+    "ship": operators_ship.check,
 }
 # Must be 0; figures of speed depend on the machine, and fail nothing.
-_FAILURES = ("prediction_mismatches", "usage_errors", "leaks", "contradictions_accepted")
+_FAILURES = (
+    "prediction_mismatches",
+    "usage_errors",
+    "leaks",
+    "contradictions_accepted",
+    "snapshot_problems",
+    "export_draft_mismatches",
+)
 _LEAST_ACCEPT_RATIO = 0.99
 
 

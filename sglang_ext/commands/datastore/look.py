@@ -26,18 +26,28 @@ def show(args: argparse.Namespace) -> int:
     with Cut(args.folder) as cut:
         tokenizer = _tokenizer(args.folder, args.tokenizer, cut.manifest)
         assert tokenizer is not None
-        (prefix,) = tokenizer.encode([args.prefix])
-        if not prefix.size:
+        if not args.prefix:
             raise DatastoreError("--prefix must be a text, and not empty")
-        segments = list(_chosen(args, cut))
-        found = continuations_of(
-            prefix.tolist(), segments, cut.manifest.vocab_size, args.tokens, args.most
-        )
+        prefix, found = _found(args, cut, tokenizer)
     if args.json:
-        print(json.dumps(_as_json(found, prefix.tolist(), tokenizer), ensure_ascii=False))
+        print(json.dumps(_as_json(found, prefix, tokenizer), ensure_ascii=False))
     else:
-        print("\n".join(_lines(found, prefix.tolist(), tokenizer)))
+        print("\n".join(_lines(found, prefix, tokenizer)))
     return 0 if found.matched else 1
+
+
+def _found(
+    args: argparse.Namespace, cut: Cut, tokenizer: ModelTokenizer
+) -> tuple[list[int], Continuations]:
+    """(the prefix's tokens, what follows them): as at a text's beginning, or behind a space, which
+    most tokenizers tell apart; whichever of the two is found at greater length, or more often."""
+    segments = list(_chosen(args, cut))
+    both = [tokens.tolist() for tokens in tokenizer.encode([args.prefix, " " + args.prefix])]
+    found = [
+        (prefix, continuations_of(prefix, segments, tokenizer.vocab_size, args.tokens, args.most))
+        for prefix in both
+    ]
+    return max(found, key=lambda each: (each[1].matched, each[1].sources.total()))
 
 
 def export(args: argparse.Namespace) -> int:

@@ -162,7 +162,7 @@ def test_show_counts_continuations_and_names_their_sources(folder: Path, capsys)
     assert run("show", folder, "--prefix", "is 7 times", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     texts = "".join(TEXTS)
-    assert found["matched"] == "is 7 times"
+    assert found["matched"] == " is 7 times"
     assert found["sources"] == {
         "corpus 'lines'": texts.count("is 7 times"), "namespace 'acme'": 1,
     }  # fmt: skip
