@@ -75,26 +75,39 @@ def push(
     for _ in range(MOST_ROUNDS):
         with Cut(folder) as cut:
             _check_content(cut, wanted)
-            sender.check(cut)
-            checking = cut.check_aside()
-            described = card or read_card(folder)
-            sent = sender.send(parts_of(cut, wanted, damaged | _damaged_now(cut)))
-            checking.join()
-            if not cut.damaged <= damaged:
-                damaged |= cut.damaged
-                continue
-            with Cut(folder) as now:
-                if now.has_lost(cut, wanted):
-                    continue
-            shipment = _shipment(cut, wanted, described, sent, piece_bytes, block_bytes)
-            sender.publish(shipment)
-            with Cut(folder) as now:
-                if now.has_lost(cut, wanted):
-                    continue
-            return Pushed(
-                remote.shown, shipment.tokens, shipment.nbytes, sender.sent, tuple(cut.problems)
-            )
+            shipment = _send(cut, sender, wanted, card or read_card(folder), damaged)
+            if shipment is not None:
+                size, tokens = shipment.nbytes, shipment.tokens
+                return Pushed(remote.shown, tokens, size, sender.sent, tuple(cut.problems))
     raise DatastoreError(f"something is deleted from {folder} all the time: try again later")
+
+
+def _send(
+    cut: Cut,
+    sender: "_Sender",
+    wanted: Callable[[FileEntry], bool],
+    card: Card,
+    damaged: set[str],
+) -> Shipment | None:
+    """Sends a cut; None: something of it was deleted meanwhile, or is damaged, which joins
+    `damaged`, and so another cut has to take its place."""
+    sender.check(cut)
+    checking = cut.check_aside()
+    sent = sender.send(parts_of(cut, wanted, damaged | _damaged_now(cut)))
+    checking.join()
+    if not cut.damaged <= damaged:
+        damaged |= cut.damaged
+        return None
+    if _has_lost(cut, wanted):
+        return None
+    shipment = _shipment(cut, wanted, card, sent, sender.piece_bytes, sender.block_bytes)
+    sender.publish(shipment)
+    return None if _has_lost(cut, wanted) else shipment
+
+
+def _has_lost(cut: Cut, wanted: Callable[[FileEntry], bool]) -> bool:
+    with Cut(cut.path) as now:
+        return now.has_lost(cut, wanted)
 
 
 def holds_private(source: str | PathLike[str]) -> tuple[int, int]:
@@ -113,7 +126,7 @@ class _Sender:
         self, remote: RemoteFolder, piece_bytes: int, block_bytes: int, report: Report
     ) -> None:
         self._remote = remote
-        self._piece_bytes, self._block_bytes = piece_bytes, block_bytes
+        self.piece_bytes, self.block_bytes = piece_bytes, block_bytes
         self._report = report
         self._done: dict[str, ShippedFile] = {}
         """By name, of this call."""
@@ -133,7 +146,7 @@ class _Sender:
             check_same_tokenizer(
                 self._remote.shown, there.manifest, mine.vocab_size, mine.tokenizer_fingerprint
             )
-            if there.block_bytes == self._block_bytes and there.piece_bytes == self._piece_bytes:
+            if there.block_bytes == self.block_bytes and there.piece_bytes == self.piece_bytes:
                 self._known = {file.name: file for file in there.files}
         sizes = self._remote.sizes()
         strange = [name for name in sizes if name not in _HARMLESS and not is_piece(name)]
@@ -163,8 +176,8 @@ class _Sender:
     def _send_file(self, part: Part, done: int, total: int) -> ShippedFile:
         entry = part.entry
         blocks: list[str] = []
-        for number, (name, size) in enumerate(pieces_of(entry.name, part.size, self._piece_bytes)):
-            start = number * self._piece_bytes
+        for number, (name, size) in enumerate(pieces_of(entry.name, part.size, self.piece_bytes)):
+            start = number * self.piece_bytes
             if (self._sizes or {}).get(name) == size:
                 found = list(self._digests(part, start, size))
                 if self._lies_there(entry.name, name, size, found, len(blocks)):
@@ -199,7 +212,7 @@ class _Sender:
         known = self._known.get(file)
         if known is not None:
             return list(known.blocks[first : first + len(expected)]) == expected
-        spans = [(i, min(i + self._block_bytes, size)) for i in range(0, size, self._block_bytes)]
+        spans = [(i, min(i + self.block_bytes, size)) for i in range(0, size, self.block_bytes)]
         there = self._remote.blocks(name, spans)
         return all(block_digest(b) == e for b, e in zip(there, expected, strict=True))
 
@@ -210,7 +223,7 @@ class _Sender:
         """A piece of a part, block by block. DatastoreError if it cannot be read."""
         left = size
         try:
-            for block in part.blocks(self._block_bytes, start):
+            for block in part.blocks(self.block_bytes, start):
                 yield block[:left]
                 left -= len(block)
                 if left <= 0:

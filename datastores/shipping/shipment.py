@@ -10,7 +10,6 @@ wrote a file.
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -159,6 +158,7 @@ def read_shipment(text: bytes, where: str) -> Shipment:
 
 
 def newer(version: object) -> bool:
+    """Whether it is the version of a program that is still to come."""
     return is_whole(version, VERSION + 1, 1 << 30)
 
 
@@ -213,8 +213,3 @@ def _file_of(entry: Any, i: int, block_bytes: int) -> ShippedFile:
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def digests(blocks: Sequence[bytes]) -> tuple[str, ...]:
-    """The checksums of blocks."""
-    return tuple(map(block_digest, blocks))
