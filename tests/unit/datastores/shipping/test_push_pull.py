@@ -492,7 +492,8 @@ def test_a_tenant_deleted_while_it_is_pushed_is_not_at_the_address(
                 deleted.append(store.delete_namespace("gone"))
 
         FlakyFileSystem.fail = delete
-        push(store._folder.path, "flaky://r", served=True)
+        # The deletion takes its time within a call, on a machine that has other things to do.
+        push(store._folder.path, "flaky://r", served=True, timeout=600)
     assert deleted == [gone.size]
     data = b"".join(contents("flaky://r").values())
     assert holds(data, kept) and not holds(data, gone)
