@@ -49,10 +49,11 @@ class Container:
 def write_container(path: str, content: Container) -> None:
     """Writes to a temporary name in the same folder, syncs, renames. DatastoreError on failure."""
     with replace_file(path) as file:
-        _write(file, content)
+        write_sections(file, content)
 
 
-def _write(file: BinaryIO, content: Container) -> None:
+def write_sections(file: BinaryIO, content: Container) -> None:
+    """Writes the whole file, from where it stands; OSError if it cannot."""
     offset = 0
     entries = []
     for owner, segment in content.segments:
@@ -88,10 +89,21 @@ def read_container(
     """Maps a file into memory and checks all of it; DatastoreError says what is wrong."""
     try:
         with open_file(path) as file:
-            # As a plain array, which keeps the mapping alive: a memmap's slices cost three times.
-            raw = np.asarray(np.memmap(file, np.uint8, "r"))
+            return map_container(file, path, vocab_size, tokenizer_fingerprint)
     except FileNotFoundError:
         raise DatastoreError(f"there is no sub-index file {path}") from None
+
+
+def map_container(
+    file: BinaryIO,
+    path: str,
+    vocab_size: int | None = None,
+    tokenizer_fingerprint: str | None = None,
+) -> Container:
+    """As read_container(), of a file that is open; path: what messages call it."""
+    try:
+        # As a plain array, which keeps the mapping alive: a memmap's slices cost three times.
+        raw = np.asarray(np.memmap(file, np.uint8, "r"))
     except OSError as error:
         raise DatastoreError(f"cannot read sub-index {path}: {error.strerror or error}") from None
     except ValueError:  # an empty file cannot be mapped
@@ -121,6 +133,21 @@ def read_container(
         for i, entry in enumerate(header["segments"])
     ]
     return Container(stored, fingerprint, tuple(segments))
+
+
+def read_outline(path: str) -> tuple[int, str, list[tuple[str, int]]]:
+    """(vocabulary size, tokenizer fingerprint, (owner, tokens) of each segment) of a file, from its
+    header alone. DatastoreError says what is wrong with that."""
+    try:
+        with open_file(path) as file:
+            raw = np.asarray(np.memmap(file, np.uint8, "r"))
+    except (OSError, ValueError) as error:
+        raise DatastoreError(f"cannot read sub-index {path}: {error}") from None
+    header, _, _ = _read_header(path, raw)
+    if raw.size != header["file_size"]:
+        raise DatastoreError(f"sub-index {path} is truncated or has grown: {raw.size} bytes")
+    segments = [(entry["owner"], entry["suffixes"]["count"]) for entry in header["segments"]]
+    return header["vocab_size"], header["tokenizer_fingerprint"], segments
 
 
 def _read_segment(
@@ -185,7 +212,7 @@ def _read_header(path: str, raw: np.ndarray) -> tuple[dict[str, Any], int, int]:
 
 
 def _header_problem(header: object) -> str | None:
-    """The first field that is not as _write() makes it; None: all are."""
+    """The first field that is not as write_sections() makes it; None: all are."""
     fields = {"vocab_size", "tokenizer_fingerprint", "file_size", "segments"}
     if not isinstance(header, dict) or header.keys() != fields:
         return "its header must have " + ", ".join(sorted(fields))

@@ -105,6 +105,11 @@ def read_manifest(folder: str) -> Manifest | None:
     return Manifest(**content)
 
 
+def is_file_name(value: object) -> bool:
+    """Whether it can be the name of a sub-index file: nothing that leads out of a folder."""
+    return isinstance(value, str) and _FILE_NAME.fullmatch(value) is not None
+
+
 def is_name(value: object) -> bool:
     """Whether it can be the name of a namespace or a corpus in a file."""
     try:
@@ -163,7 +168,7 @@ def _problem(content: dict[str, Any]) -> str | None:
     for i, entry in enumerate(files):
         if not isinstance(entry, dict) or entry.keys() != {"name", "tokens", "corpus"}:
             return f"files[{i}] must have a name, tokens and a corpus"
-        if not isinstance(entry["name"], str) or not _FILE_NAME.fullmatch(entry["name"]):
+        if not is_file_name(entry["name"]):
             return f"files[{i}] must be named sub-NUMBER-HEX.idx, not {str(entry['name'])[:60]!r}"
         if not is_whole(entry["tokens"], 1, _MAX_TOKENS):
             return f"files[{i}].tokens must be a whole number from 1 on"

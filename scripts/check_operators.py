@@ -1,4 +1,4 @@
-"""What operators ask of tenants, corpora, predictions, and servers that share a datastore.
+"""What operators ask of tenants, corpora, predictions, datastores, and servers that share one.
 
 Parts (`--parts`):
 - prediction: OpenAI's `prediction`, by chat completions of a server beside plain SGLang.
@@ -28,9 +28,13 @@ Parts (`--parts`):
 - fleet_servers, only if asked for: the same of two SGLang servers, by HTTP, with fewer kills.
   fleet_servers_warm_gain: accept length of what the other one has served, over that before;
   _answer_gap_seconds: longest time between answers of the one that was left.
+- ship: datastores that travel. snapshot_p99_ratio: 99th percentile of requests' seconds while a
+  server's datastore is copied, over that without; snapshot_problems: what `verify` finds in the
+  copies. push_speed_ratio, pull_speed_ratio: bytes per second over those of a plain copy, of 1 GB
+  (--quick: 128 MiB). export_draft_mismatches: drafts that differ between a corpus and what its
+  export was built into.
 
-    python -m scripts.check_operators [--parts prediction,salts,ops,fleet] [--quick]
-        [--json FILE]
+    python -m scripts.check_operators [--parts salts,fleet,ship] [--quick] [--json FILE]
 """
 
 import sys
@@ -42,6 +46,7 @@ from scripts.lib import (
     operators_ops,
     operators_prediction,
     operators_salts,
+    operators_ship,
 )
 from scripts.lib.check_parts import Part, figures_of, parts_of
 from scripts.lib.figures import parser, report
@@ -53,8 +58,9 @@ PARTS: dict[str, Part] = {
     "ops": operators_ops.check,
     "fleet": operators_fleet.check,
     "fleet_servers": operators_fleet_servers.check,
+    "ship": operators_ship.check,
 }
-_DEFAULT_PARTS = "prediction,salts,corpora,ops,fleet"
+_DEFAULT_PARTS = "prediction,salts,corpora,ops,fleet,ship"
 # Must be 0; figures of speed depend on the machine, and fail nothing.
 _FAILURES = (
     "prediction_mismatches",
@@ -73,6 +79,8 @@ _FAILURES = (
     "openapi_undescribed",
     *(f"{part}_{what}" for part in ("fleet", "fleet_servers") for what in ("lost", "corrupt")),
     "fleet_failed_starts",
+    "snapshot_problems",
+    "export_draft_mismatches",
 )
 _LEAST_ACCEPT_RATIO = 0.99
 # Most seconds.

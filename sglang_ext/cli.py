@@ -85,6 +85,8 @@ def _prepare(args: argparse.Namespace):
     if chosen.draft_model:
         os.environ[options.env_name("draft_model")] = models.resolve(chosen.draft_model)
         chosen = options.Options.from_env()
+    if "://" in chosen.datastore:
+        chosen = _pull_datastore(chosen.datastore, argv)
     if flag_value(argv, "--served-model-name") is None:
         argv += ["--served-model-name", model]
     if ON_CPU:
@@ -103,6 +105,25 @@ def _prepare(args: argparse.Namespace):
     server_args = prepare_server_args(argv)
     server_args.resolve_once()
     return server_args
+
+
+def _pull_datastore(address: str, argv: Sequence[str]) -> options.Options:
+    """The options with the datastore at an address as a folder of the user's cache.
+
+    Raises:
+        PreflightError: it cannot be had, or is another tokenizer's.
+    """
+    from datastores import DatastoreError
+    from sglang_ext.commands.datastore.pulled import local_datastore
+
+    tokenizer = flag_value(argv, "--tokenizer-path")
+    model = flag_value(argv, "--model-path", "--model")
+    try:
+        folder = local_datastore(address, tokenizer or model or "")
+    except (DatastoreError, OSError) as error:
+        raise PreflightError(f"--datastore: {error}") from None
+    os.environ[options.env_name("datastore")] = folder
+    return options.Options.from_env()
 
 
 if __name__ == "__main__":

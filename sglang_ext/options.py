@@ -42,7 +42,9 @@ class Options:
         "", "further drafters to load, comma-separated, that requests may choose"
     )
     datastore: str = _option(
-        "", "folder of the durable datastore, made if it is not there; empty: memory only"
+        "",
+        "folder of the durable datastore, made if it is not there, or an address to fetch one from "
+        "(`hf://OWNER/NAME`, `s3://...`); empty: memory only",
     )
     live_ingest: bool = _option(True, "let finished outputs join the datastore")
     datastore_max_tokens: int = _option(

@@ -14,6 +14,7 @@ import numpy as np
 from datastores import (
     Bigrams,
     Datastore,
+    DatastoreError,
     Draft,
     InputTrie,
     RetrievalConfig,
@@ -278,6 +279,11 @@ def open_datastore(context: DrafterContext) -> Datastore:
     }
     if options.datastore_max_tokens:
         given["max_tokens"] = options.datastore_max_tokens
+    if "://" in options.datastore:
+        raise DatastoreError(
+            "--datastore is an address, which `sglang-ext serve` alone fetches: start the server "
+            "with that, or bring it to a folder with `sglang-ext datastore pull`"
+        )
     if options.datastore:
         given["fold_tokens"] = options.datastore_fold_tokens
         given["shared"] = options.datastore_shared

@@ -1,4 +1,4 @@
-"""`sglang-ext datastore build | add | info | merge | verify | delete`."""
+"""`sglang-ext datastore build | add | info | merge | verify | delete | snapshot | push | ...`."""
 
 from sglang_ext.commands.datastore.subcommands import add_commands
 

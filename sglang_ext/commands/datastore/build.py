@@ -10,6 +10,7 @@ import numpy as np
 
 from datastores import CorpusBuilder, DatastoreError
 from datastores.manifest import read_manifest
+from datastores.shipping import note_source
 from datastores.sources import (
     BEGINNING,
     Position,
@@ -75,12 +76,22 @@ def run(args: argparse.Namespace) -> int:
             if builder.committed_tokens:
                 raise DatastoreError(f"{error}. {kept}") from None
             raise
+        _note_in_card(args, corpus, build.progress)
     skipped = f"; {build.skipped} bad lines or rows skipped" if build.skipped else ""
     print(
         f"corpus {corpus!r} in {args.folder}: {tokens:,} tokens, {build.documents:,} documents "
         f"({build.progress.seconds:.1f} s){skipped}"
     )
     return 0
+
+
+def _note_in_card(args: argparse.Namespace, corpus: str, progress: BuildProgress) -> None:
+    """What the corpus was built from, by names alone: a card travels, and paths tell too much."""
+    names = [os.path.basename(os.path.abspath(source)) for source in args.sources]
+    try:
+        note_source(args.folder, corpus, names, args.tokenizer)
+    except DatastoreError as error:
+        progress.say(f"the datastore's card lacks its sources: {error}")
 
 
 def _kept(builder: CorpusBuilder) -> str:

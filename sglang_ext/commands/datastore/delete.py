@@ -101,17 +101,18 @@ def _ask_server(args: argparse.Namespace) -> str:
     if args.request is not None:
         path = f"/datastore/requests/{quote(args.request, safe='')}"
         return _removed(_deleted(args, path), f"request {args.request!r}")
-    _call(args, "POST", "/remove_external_corpus", {"corpus_id": args.corpus})
+    call_server(args, "POST", "/remove_external_corpus", {"corpus_id": args.corpus})
     return f"corpus {args.corpus!r}: deleted"
 
 
 def _deleted(args: argparse.Namespace, path: str) -> int:
-    return int(_call(args, "DELETE", path).get("deleted_tokens", 0))
+    return int(call_server(args, "DELETE", path).get("deleted_tokens", 0))
 
 
-def _call(
+def call_server(
     args: argparse.Namespace, method: str, path: str, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
+    """What a route of the server at args.url answers. DatastoreError: it refuses, or is away."""
     url = args.url.rstrip("/") + path
     headers = {"Content-Type": "application/json"}
     if args.api_key:

@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from datastores import DatastoreError, merge_folders, verify_folder
+from datastores.shipping import read_card, write_card
 from sglang_ext.commands.datastore.build_progress import Waiting
 
 
@@ -17,8 +19,15 @@ def merge(target: str, folders: Sequence[str]) -> int:
     for folder in folders:
         with Waiting(f"merging {folder}"):
             tokens = sum(merge_folders([folder], target).values())
+        _merge_cards(target, folder)
         print(f"{folder}: {tokens:,} tokens copied into {target}")
     return 0
+
+
+def _merge_cards(target: str, folder: str) -> None:
+    mine, its = read_card(target), read_card(folder)
+    tokenizer = mine.tokenizer or its.tokenizer
+    write_card(target, replace(mine, tokenizer=tokenizer, sources={**its.sources, **mine.sources}))
 
 
 def verify(folder: str) -> int:

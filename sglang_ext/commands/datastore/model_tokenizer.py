@@ -42,6 +42,10 @@ class ModelTokenizer:
             np.concatenate([np.array(next(encoded), np.int32) for _ in group]) for group in pieces
         ]
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        return self._slow.decode(list(tokens), clean_up_tokenization_spaces=False)
+
     def _encode(self, pieces: list[str]) -> list[list[int]]:
         if self._fast is None:
             return self._slow(pieces, add_special_tokens=False)["input_ids"]

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 from sglang_ext.commands.arguments import whole_number_to
+from sglang_ext.commands.datastore.shipping_subcommands import add_shipping
 from sglang_ext.models import ModelError
 
 ERROR = 2
@@ -35,7 +36,8 @@ Text and JSON lines may be compressed with gzip. Folders are searched to any dep
 def add_commands(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `datastore` to the command line. Its handlers are `args.func(args) -> exit code`.
 
-    Exit codes: 0 done, 1 `verify` found problems, 2 an error (one line), 130 interrupted.
+    Exit codes: 0 done, 1 `verify` found problems, a copy lacks what is damaged, or `show` found
+    nothing, 2 an error (one line), 130 interrupted.
     """
     parser = subparsers.add_parser(
         "datastore", help="build, inspect and change what SSSD drafts from"
@@ -59,6 +61,7 @@ def add_commands(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser
     _add_merge(commands)
     _add_verify(commands)
     _add_delete(commands)
+    add_shipping(commands, _guarded)
 
 
 def _add_info(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -1,11 +1,15 @@
 """Namespaces, deletion, corpora and metrics of the datastore, on one real server."""
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from datastores import Datastore, verify_folder
 from scripts.lib.http_client import HTTP
 from scripts.lib.isolation_server import deletion_leftovers
 from scripts.lib.server import Server
@@ -307,6 +311,41 @@ def test_metrics_are_in_sglangs_endpoint(server):
     assert {"datastore_ingest_lag_seconds", "datastore_dropped_documents_total"} <= found.keys()
 
 
+def datastore_command(*argv: object) -> str:
+    """What `sglang-ext datastore ARGV` prints."""
+    line = [sys.executable, "-m", "sglang_ext.cli", "datastore", *map(str, argv)]
+    return subprocess.run(line, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_running_servers_datastore_is_copied_and_looked_into(server, folder, tmp_path):
+    answer = ask(server, namespace="copied")
+    listed = namespaces(server)
+    url = ["--url", server.base_url, "--api-key", "secret"]
+    assert "verified" in datastore_command("snapshot", *url, tmp_path / "copy")
+    assert verify_folder(tmp_path / "copy") == []
+    with Datastore.open(tmp_path / "copy", create=False) as copy:
+        assert copy.namespaces() == listed
+    shown = ["--prefix", answer["text"][:12], "--namespace", "copied", "--tokenizer", MODEL]
+    assert "namespace 'copied'" in datastore_command("show", folder, *shown)
+    datastore_command("export", folder, tmp_path / "out.jsonl", "--namespace", "copied")
+    (line,) = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert json.loads(line)["tokens"][-24:] == answer["output_ids"]
+
+
+def test_a_tenant_deleted_behind_a_push_is_gone_with_the_next(server, tmp_path):
+    ask(server, namespace="shipped")
+    url = ["--url", server.base_url, "--api-key", "secret"]
+    address = f"file://{tmp_path}/remote"
+
+    def pushed() -> bytes:
+        datastore_command("push", *url, address, "--with-served", "--tokenizer", MODEL)
+        return b"".join(path.read_bytes() for path in (tmp_path / "remote").iterdir())
+
+    assert b"shipped" in pushed()
+    assert admin(server, "DELETE", "/datastore/namespaces/shipped").is_success
+    assert b"shipped" not in pushed()
+
+
 def test_a_restart_serves_what_was_learned(server, folder):
     ask(server, namespace="lasting")
     before = namespaces(server)
@@ -320,3 +359,19 @@ def test_a_restart_serves_what_was_learned(server, folder):
         after = HTTP.get(restarted.base_url + "/datastore/namespaces", timeout=60).json()
     kept = {name: after["namespaces"].get(name) for name in before if name != "default"}
     assert kept == {name: tokens for name, tokens in before.items() if name != "default"}
+
+
+def test_a_server_fetches_what_another_has_pushed(folder, tmp_path, monkeypatch):
+    """Behind the others: their server has ended, and its folder is free."""
+    address = f"file://{tmp_path}/remote"
+    datastore_command("push", folder, address, "--with-served")
+    monkeypatch.setenv("SGLANG_EXT_CACHE", str(tmp_path / "cache"))
+    flags = ["--speculative-algorithm", "SSSD", "--datastore", address, *CHUNK]
+    with Server(MODEL, flags, name="fetched") as fetched:
+        info = HTTP.get(fetched.base_url + "/datastore", timeout=60).json()
+        first = ask(fetched, namespace="lasting", ingest=False)
+        other = ask(fetched, namespace="elsewhere", ingest=False)
+    assert info["path"].startswith(str(tmp_path / "cache")) and info["namespaces"]["lasting"] > 0
+    assert first["output_ids"] == other["output_ids"]
+    steps = [answer["meta_info"]["spec_verify_ct"] for answer in (first, other)]
+    assert steps[0] < 0.7 * steps[1], steps

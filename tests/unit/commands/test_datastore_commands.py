@@ -1,6 +1,5 @@
 """`sglang-ext datastore` on real folders, with a real tokenizer trained here in milliseconds."""
 
-import argparse
 import gzip
 import http.server
 import io
@@ -16,46 +15,20 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from datastores import Datastore, DatastoreError
-from sglang_ext.commands.datastore import add_commands, build_progress
+from sglang_ext.commands.datastore import build_progress
 from sglang_ext.commands.datastore.build_progress import BuildProgress, Waiting, short
 from sglang_ext.commands.datastore.model_tokenizer import PIECE_BYTES, ModelTokenizer
 from sglang_ext.models import list_models
 from tests.eventually import eventually
-
-VOCAB_SIZE = 600
-TEXTS = [f"Text number {i}: what is {i} times {i + 1}? It is {i * (i + 1)}.\n" for i in range(400)]
+from tests.unit.commands.small_tokenizer import TEXTS, VOCAB_SIZE, make_model, run
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A model folder without a model: tokenizer.json and config.json."""
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        show_progress=False,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.enable_truncation(16)  # as some models' files have it; corpora must not be cut
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    config = {"model_type": "llama", "vocab_size": VOCAB_SIZE}
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-def run(*argv: object) -> int:
-    parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers(required=True))
-    args = parser.parse_args(["datastore", *map(str, argv)])
-    return args.func(args)
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def write_lines(path: Path, texts: list[str] = TEXTS) -> Path:
