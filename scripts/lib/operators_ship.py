@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -141,9 +142,9 @@ def exported(work: Path, model: str) -> dict[str, float]:
     return {"export_drafts": len(before), "export_draft_mismatches": mismatches}
 
 
-def drafts(folder: Path, queries: Sequence[np.ndarray]) -> list[tuple[list, ...]]:
+def drafts(folder: Path, queries: Sequence[np.ndarray]) -> list[tuple[list[Any], ...]]:
     """Tokens, parents and probabilities of drafts behind every eighth token of the queries."""
-    found = []
+    found: list[tuple[list[Any], ...]] = []
     with Datastore.open(folder, create=False, read_only=True) as store:
         snapshot = store.snapshot()
         for tokens in queries:

@@ -3,11 +3,12 @@
 import argparse
 import os
 from collections.abc import Callable
+from typing import TypeAlias
 
 from sglang_ext.commands.arguments import whole_number_to
 
 Handler = Callable[[argparse.Namespace], int]
-Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _ADDRESS = """\
 An ADDRESS is anything that fsspec knows: s3://bucket/folder, gs://..., sftp://..., file:///..., or
