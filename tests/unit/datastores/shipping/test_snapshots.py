@@ -14,7 +14,15 @@ import pytest
 from datastores import DatastoreError, DeletionPending, verify_folder
 from datastores.shipping import Card, read_card, snapshot_folder, snapshots, write_card
 from datastores.shipping.cut import Cut
-from tests.unit.datastores.shipping.stores import drafts_of, holds, opened, raw_bytes, some
+from tests.eventually import eventually
+from tests.unit.datastores.shipping.stores import (
+    drafted,
+    drafts_of,
+    holds,
+    opened,
+    raw_bytes,
+    some,
+)
 
 
 def test_a_running_datastore_is_copied_with_all_that_was_acknowledged(tmp_path: Path) -> None:
@@ -273,3 +281,21 @@ def test_a_cut_sees_no_loss_in_a_merge_and_one_in_an_eviction(tmp_path: Path) ->
         with Cut(tmp_path / "d") as third:
             assert third.has_lost(first, everything)
         first.close()
+
+
+def test_a_copy_of_a_fleets_folder_has_what_every_server_acknowledged(tmp_path: Path) -> None:
+    gone = some(np.random.default_rng(5))
+    fleet = {"shared": True, "fold_interval": 1000.0, "live_interval": 0.0}
+    with opened(tmp_path / "d", **fleet) as writer, opened(tmp_path / "d", **fleet) as member:
+        writer.add([1, 100], "a")
+        writer.add(gone, "gone")
+        member.add([1, 101], "a")
+        member.add(gone, "gone")
+        assert len(list((tmp_path / "d").glob("member-*.wal"))) == 1
+        eventually(lambda: 101 in drafted(writer, [1], "a"), what="the writer knows the member's")
+        assert writer.delete_namespace("gone") == 2 * gone.size
+        snapshot_folder(tmp_path / "d", tmp_path / "copy")
+    data = raw_bytes(tmp_path / "copy")
+    assert drafts_of(tmp_path / "copy", [1], "a") == {100, 101}
+    assert not holds(data, gone) and b"gone" not in data
+    assert not list((tmp_path / "copy").glob("*.wal"))
