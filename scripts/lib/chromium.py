@@ -88,6 +88,11 @@ class Page:
         return {url.split("/")[2] for url in urls if url.startswith(("http", "ws"))}
 
 
+def find_chromium() -> str | None:
+    """The browser's program; None: it is not installed."""
+    return next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
 @contextlib.contextmanager
 def opened(url: str, samples: np.ndarray, rate: int) -> Iterator[Page]:
     """A page, in a browser that ends with it.
@@ -98,8 +103,7 @@ def opened(url: str, samples: np.ndarray, rate: int) -> Iterator[Page]:
     Raises:
         FileNotFoundError: there is no Chromium.
     """
-    program = next((found for name in NAMES if (found := shutil.which(name))), None)
-    if program is None:
+    if (program := find_chromium()) is None:
         raise FileNotFoundError("no Chromium: install the package chromium (Debian)")
     with tempfile.TemporaryDirectory(prefix="chromium-") as folder:
         microphone = Path(folder) / "microphone.wav"

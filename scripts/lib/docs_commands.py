@@ -9,6 +9,7 @@ from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 
+from scripts.lib.chromium import find_chromium
 from scripts.lib.import_layers import ROOT
 
 # A block behind `<!-- not run: reason -->` is left out, for that reason.
@@ -182,12 +183,17 @@ def _needs_suffix_decoding(text: str) -> bool:
     return (named or all_methods) and find_spec("arctic_inference") is None
 
 
+def _needs_chromium(text: str) -> bool:
+    return "check_captions_page" in text and find_chromium() is None
+
+
 _Rule = tuple[Callable[[str], object], str]
 _SKIPPED: tuple[_Rule, ...] = (
     (re.compile(r"make (test|unit)\b").match, "the tests themselves: --test-minutes runs them"),
     (re.compile(r"make peers\b|pip install\b|make setup\b").match, "installs packages"),
     (re.compile(r"find .* -delete$").match, "deletes compiled code that others may be using"),
     (_needs_suffix_decoding, "needs the package that `make peers` builds"),
+    (_needs_chromium, "needs the package chromium"),
     (_takes_minutes, f"takes more than {_LONGEST_MINUTES} minutes by its own --minutes"),
     (_takes_many, "takes an hour; README's list has it with --quick"),
 )

@@ -189,6 +189,12 @@ def test_a_check_of_an_earlier_page_is_not_run_again(tmp_path, monkeypatch):
     assert run == ["python -m scripts.check_lens --quick", "true", "true"]
 
 
+def test_the_page_in_a_browser_needs_one(monkeypatch):
+    for name, kind in (("chromium", Kind.RUN), (None, Kind.SKIP)):
+        monkeypatch.setattr("scripts.lib.docs_commands.find_chromium", lambda found=name: found)
+        assert planned("python -m scripts.check_captions_page --quick").kind is kind
+
+
 def test_a_benchmark_that_wrote_its_page_has_run_without_it_too(tmp_path, monkeypatch):
     run = []
     monkeypatch.setattr(DocsRunner, "_shell", lambda self, text: run.append(text) or "")
