@@ -30,7 +30,7 @@ m.note_verified([TokenTree.chain([1])], [np.array([True])])
 m.set_budget(40, 8)
 m.set_datastore(SimpleNamespace(namespaces={"a": 5}, corpora={}, nbytes=9, disk_bytes=8,
                                 ingest_lag=0, dropped_documents=0, background_failures=0,
-                                pending_deletions=0))
+                                pending_deletions=0, role="alone", folded_logs=0, elections=0))
 registry = CollectorRegistry()
 multiprocess.MultiProcessCollector(registry)
 print(generate_latest(registry).decode())

@@ -31,6 +31,7 @@ ALLOWED = {
     "tests/unit/servers/test_supervisor.py": "kills starters, which end with a pipe of the test",
     "tests/unit/step/test_step_plan.py": "two ranks that end within seconds",
     "tests/unit/datastores/test_datastores_durable.py": "kills writers; the same",
+    "tests/unit/datastores/test_datastores_fleet.py": "kills servers, which end with their input",
     "tests/unit/datastores/test_datastores_folding.py": "kills a starter; the same",
     "tests/unit/datastores/test_datastores_following.py": "kills a writer; the same",
     "tests/unit/models/test_fetch.py": "a download of seconds that is killed",
