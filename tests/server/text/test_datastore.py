@@ -314,7 +314,9 @@ def test_metrics_are_in_sglangs_endpoint(server):
 def datastore_command(*argv: object) -> str:
     """What `sglang-ext datastore ARGV` prints."""
     line = [sys.executable, "-m", "sglang_ext.cli", "datastore", *map(str, argv)]
-    return subprocess.run(line, check=True, capture_output=True, text=True).stdout
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_a_running_servers_datastore_is_copied_and_looked_into(server, folder, tmp_path):
@@ -325,7 +327,8 @@ def test_a_running_servers_datastore_is_copied_and_looked_into(server, folder, t
     assert verify_folder(tmp_path / "copy") == []
     with Datastore.open(tmp_path / "copy", create=False) as copy:
         assert copy.namespaces() == listed
-    shown = ["--prefix", answer["text"][:12], "--namespace", "copied", "--tokenizer", MODEL]
+    beginning = answer["text"].rsplit(" ", 2)[0]  # ends where a token does
+    shown = ["--prefix", beginning, "--namespace", "copied", "--tokenizer", MODEL]
     assert "namespace 'copied'" in datastore_command("show", folder, *shown)
     datastore_command("export", folder, tmp_path / "out.jsonl", "--namespace", "copied")
     (line,) = (tmp_path / "out.jsonl").read_text().splitlines()
@@ -333,7 +336,7 @@ def test_a_running_servers_datastore_is_copied_and_looked_into(server, folder, t
 
 
 def test_a_tenant_deleted_behind_a_push_is_gone_with_the_next(server, tmp_path):
-    ask(server, namespace="shipped")
+    ask(server, namespace="tenant-66")
     url = ["--url", server.base_url, "--api-key", "secret"]
     address = f"file://{tmp_path}/remote"
 
@@ -341,9 +344,9 @@ def test_a_tenant_deleted_behind_a_push_is_gone_with_the_next(server, tmp_path):
         datastore_command("push", *url, address, "--with-served", "--tokenizer", MODEL)
         return b"".join(path.read_bytes() for path in (tmp_path / "remote").iterdir())
 
-    assert b"shipped" in pushed()
-    assert admin(server, "DELETE", "/datastore/namespaces/shipped").is_success
-    assert b"shipped" not in pushed()
+    assert b"tenant-66" in pushed()
+    assert admin(server, "DELETE", "/datastore/namespaces/tenant-66").is_success
+    assert b"tenant-66" not in pushed()
 
 
 def test_a_restart_serves_what_was_learned(server, folder):
@@ -370,7 +373,7 @@ def test_a_server_fetches_what_another_has_pushed(folder, tmp_path, monkeypatch)
     with Server(MODEL, flags, name="fetched") as fetched:
         info = HTTP.get(fetched.base_url + "/datastore", timeout=60).json()
         first = ask(fetched, namespace="lasting", ingest=False)
-        other = ask(fetched, namespace="elsewhere", ingest=False)
+        other = ask(fetched, namespace="never-seen", ingest=False)
     assert info["path"].startswith(str(tmp_path / "cache")) and info["namespaces"]["lasting"] > 0
     assert first["output_ids"] == other["output_ids"]
     steps = [answer["meta_info"]["spec_verify_ct"] for answer in (first, other)]
