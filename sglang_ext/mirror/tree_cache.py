@@ -81,6 +81,7 @@ class TreeCache:
         mask[text:, self.text :] = self._sees[old_nodes : self.nodes, : self.nodes]
         return positions, torch.from_numpy(mask)
 
+    @torch.inference_mode()  # a cache that has grown in a pass can be written to nowhere else
     def keep(self, path: Sequence[int], others: Sequence[int]) -> None:
         """The nodes of `path` have become text; of the rest only `others` stay.
 

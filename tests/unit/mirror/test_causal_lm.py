@@ -97,6 +97,10 @@ def test_a_cache_grows_with_its_text(pair):
     for begin in range(0, 300, 50):
         said = read(model, cache, text[begin : begin + 50])
     same(said[0], reference.best(text))
+    # 300: 7, 301: 30; the second one becomes text, in its new place.
+    read(model, cache, (), [7, 30], [ROOT, ROOT])
+    cache.keep([1], [])
+    same(read(model, cache, [9])[0], reference.best([*text, 30, 9]))
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.012), ("int4", 0.12)])
