@@ -15,14 +15,12 @@ import pytest
 from datastores import (
     Datastore,
     DatastoreError,
-    InputTrie,
-    RetrievalConfig,
-    retrieve,
     verify_folder,
 )
 from datastores.durable import DurableCollection
 from datastores.wal import LogWriter
 from tests.eventually import eventually
+from tests.unit.datastores.drafting import drafted
 
 VOCAB = 500
 
@@ -30,13 +28,6 @@ VOCAB = 500
 def opened(folder: Path, **options) -> Datastore:
     options = {"vocab_size": VOCAB, "tokenizer_fingerprint": "t", "live_interval": 0.0, **options}
     return Datastore.open(folder, **options)
-
-
-def drafted(store: Datastore, query: list[int], namespace: str = "default") -> set[int]:
-    trie = InputTrie()
-    trie.extend(query)
-    config = RetrievalConfig(max_input_samples=0)
-    return set(retrieve([trie], store.snapshot(namespace), 50, config)[0].tokens.tolist())
 
 
 def raw_bytes(folder: Path) -> bytes:

@@ -18,15 +18,13 @@ from datastores import (
     Datastore,
     DatastoreError,
     DeletionPending,
-    InputTrie,
-    RetrievalConfig,
-    retrieve,
     verify_folder,
 )
 from datastores.log_names import LogName, log_name
 from datastores.manifest import read_manifest
 from datastores.wal import LogWriter
 from tests.eventually import eventually
+from tests.unit.datastores.drafting import drafted
 
 VOCAB = 500
 
@@ -34,13 +32,6 @@ VOCAB = 500
 def opened(folder: Path, **options) -> Datastore:
     given = {"vocab_size": VOCAB, "tokenizer_fingerprint": "t", "live_interval": 0.0}
     return Datastore.open(folder, **{"shared": True, **given, **options})
-
-
-def drafted(store: Datastore, query: list[int], namespace: str = "default") -> set[int]:
-    trie = InputTrie()
-    trie.extend(query)
-    config = RetrievalConfig(max_input_samples=0)
-    return set(retrieve([trie], store.snapshot(namespace), 50, config)[0].tokens.tolist())
 
 
 def member_logs(folder: Path) -> list[LogName]:

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datastores import Datastore, DatastoreError, InputTrie, RetrievalConfig, retrieve
+from datastores import Datastore, DatastoreError
 from datastores.segment import Document
 from datastores.wal import Deletion, LogTail, LogWriter
 from tests.eventually import eventually
+from tests.unit.datastores.drafting import drafted
 
 VOCAB = 500
 # Twice what a look and sorting take; the machine may be busy.
@@ -22,13 +23,6 @@ VOCAB = 500
 def opened(folder: Path, **options) -> Datastore:
     given = {"vocab_size": VOCAB, "tokenizer_fingerprint": "t", "live_interval": 0.0}
     return Datastore.open(folder, shared=True, **given | options)
-
-
-def drafted(store: Datastore, query: list[int], namespace: str = "default") -> set[int]:
-    trie = InputTrie()
-    trie.extend(query)
-    config = RetrievalConfig(max_input_samples=0)
-    return set(retrieve([trie], store.snapshot(namespace), 50, config)[0].tokens.tolist())
 
 
 def test_followers_find_what_the_writer_takes_in(tmp_path: Path) -> None:

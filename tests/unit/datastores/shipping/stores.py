@@ -10,7 +10,8 @@ import fsspec
 import numpy as np
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datastores import Datastore, InputTrie, RetrievalConfig, retrieve
+from datastores import Datastore
+from tests.unit.datastores.drafting import drafted
 
 VOCAB = 500
 
@@ -18,13 +19,6 @@ VOCAB = 500
 def opened(folder: Path, **options: Any) -> Datastore:
     options = {"vocab_size": VOCAB, "tokenizer_fingerprint": "t", "live_interval": 0.0, **options}
     return Datastore.open(folder, **options)
-
-
-def drafted(store: Datastore, query: list[int], namespace: str = "default") -> set[int]:
-    trie = InputTrie()
-    trie.extend(query)
-    config = RetrievalConfig(max_input_samples=0)
-    return set(retrieve([trie], store.snapshot(namespace), 50, config)[0].tokens.tolist())
 
 
 def drafts_of(folder: Path, query: list[int], namespace: str = "default") -> set[int]:

@@ -15,8 +15,8 @@ from datastores import DatastoreError, DeletionPending, verify_folder
 from datastores.shipping import Card, read_card, snapshot_folder, snapshots, write_card
 from datastores.shipping.cut import Cut
 from tests.eventually import eventually
+from tests.unit.datastores.drafting import drafted
 from tests.unit.datastores.shipping.stores import (
-    drafted,
     drafts_of,
     holds,
     opened,
