@@ -13,8 +13,8 @@ machine, where prefill and decode share the cores, and KV went over TCP: what is
 drafting in this set-up with drafting on a single server, never the set-up itself.
 
 - **decode tokens/s**: from a request's first token to its last, one request at a time, prompt by
-  prompt by turns. Both set-ups have served these answers before, so that SSSD drafts from them: this
-  is the speed of text that repeats. **speedup**: SSSD's by plain decoding's, in the same set-up.
+  prompt by turns. Both set-ups have served these answers before, and SSSD drafts from them: this is
+  the speed of text that repeats. **speedup**: SSSD's by plain decoding's, in the same set-up.
 - **drafter ready**: what a decode server takes to make a request's draft state when the request
   arrives; **lead**: how long before its KV that was.
 - **shared datastore**: two decode servers on one folder; what one has served, the other drafts
