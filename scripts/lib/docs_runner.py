@@ -105,8 +105,8 @@ class DocsRunner:
                 state = "failed" if detail else "ok"
                 outcome = Outcome(command, state, detail, time.monotonic() - begun)
                 if alone:
-                    alone.add(planned.text, outcome)
-                    alone.add(planned.text.replace(" --docs docs", ""), outcome)
+                    for text in {planned.text, planned.text.replace(" --docs docs", "")}:
+                        alone.add(text, outcome)
                 yield outcome
         finally:
             self._stop_servers()
