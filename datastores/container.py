@@ -32,6 +32,7 @@ VERSION = 3
 _PREAMBLE = struct.Struct("<8sIII")
 _ALIGNMENT = {2: 4096, 3: 16}
 _MAX_FILE_BYTES = 1 << 60
+_CHECKED_BYTES = 1 << 20
 _MAX_ELEMENTS = 1 << 31
 _SECTIONS = ("tokens", "suffixes", "landmarks", "documents")
 
@@ -252,9 +253,17 @@ def _section(
     if first % alignment:  # compiled searches read whole words
         raise DatastoreError(f"{where} must begin at a multiple of {alignment}")
     padded = raw[first : first + nbytes + -nbytes % alignment]
-    if padded.size != nbytes + -nbytes % alignment or zlib.crc32(padded.data) != entry["crc32"]:
+    if padded.size != nbytes + -nbytes % alignment or _crc32(padded.data) != entry["crc32"]:
         raise DatastoreError(f"{where} are damaged: the checksum is wrong")
     return padded[:nbytes].view(dtype)
+
+
+def _crc32(data: memoryview) -> int:
+    """In pieces, so that a process which steps aside for others can rest in between."""
+    checksum = 0
+    for at in range(0, len(data), _CHECKED_BYTES):
+        checksum = zlib.crc32(data[at : at + _CHECKED_BYTES], checksum)
+    return checksum
 
 
 def _bytes(array: np.ndarray) -> memoryview:

@@ -6,10 +6,17 @@ from sglang_ext.cpu.install import install
 
 ON_CPU = install()
 
+import sys  # noqa: E402
+
+if sys.argv[1:3] == ["datastore", "snapshot"]:
+    # Before the imports, which take longer than many a copy.
+    from sglang_ext.servers.step_aside import step_aside
+
+    step_aside()
+
 import argparse  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
-import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 
 from sglang_ext import __version__, commands, models, options  # noqa: E402

@@ -12,7 +12,7 @@ from ..manifest import FileEntry, Manifest
 from ..segment import Segment
 from .cut import Cut
 
-COPY_BYTES = 1 << 24
+COPY_BYTES = 1 << 20
 
 
 @dataclass(eq=False)

@@ -48,8 +48,8 @@ def snapshot_folder(
     """Copies a datastore's folder into a new one, which appears under its name whole and verified.
 
     A server may go on writing to the source. The copy is as of one moment, at the latest when this
-    returns; what was deleted before then is in none of its files. Killed, it leaves TARGET.partial,
-    and the same call goes on with it.
+    returns; what was deleted before then is in none of its files. Verified are all its checksums.
+    Killed, it leaves TARGET.partial, and the same call goes on with it.
 
     Raises DatastoreError: the target exists, a disk is full or fails, the source is no datastore,
     or the copy does not verify. TARGET.partial is removed then.
@@ -119,7 +119,7 @@ def _write_parts(partial: str, parts: list[Part], report: Report) -> None:
 
 
 def _verify(partial: str) -> None:
-    problems = verify_folder(partial)
+    problems = verify_folder(partial, order=False)
     if problems:
         raise DatastoreError(f"the copy does not verify: {problems[0]}; try again")
 

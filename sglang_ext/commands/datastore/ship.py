@@ -15,13 +15,13 @@ from datastores.shipping.push import holds_private
 from datastores.shipping.remote import is_address
 from sglang_ext.commands.datastore.delete import call_server
 from sglang_ext.commands.datastore.model_tokenizer import ModelTokenizer
-from sglang_ext.commands.datastore.step_aside import step_aside
+from sglang_ext.servers.step_aside import step_aside
 
 
 def snapshot(args: argparse.Namespace) -> int:
     """Copies a folder; returns 1 if something of it is damaged, and so is not in the copy."""
+    # The command line has called step_aside().
     source, target = _source(args, args.names, "TARGET")
-    step_aside()
     with _progress("copied") as report:
         copied = snapshot_folder(source, target, report)
     again = f", {copied.rounds} rounds, as something was deleted" if copied.rounds > 1 else ""
