@@ -23,8 +23,9 @@ _CLIENTS = 2
 _TOKENS = 24
 _CORPORA, _QUICK_CORPORA = 8, 3
 _CORPUS_TOKENS = 1 << 22
-_WINDOWS, _QUICK_WINDOWS = 12, 3
+_WINDOWS, _QUICK_WINDOWS = 5, 2
 _WINDOW_S = 25.0
+_WARM_UP_S = 15.0
 
 
 def under_load(work: Path, model: str, quick: bool) -> dict[str, float]:
@@ -100,12 +101,14 @@ class Asking:
     ) -> tuple[list[float], list[float]]:
         """Seconds of the requests without and beside disturb(), which runs in every other window.
 
-        A request counts for the window in which it both begins and ends.
+        A request counts for the window in which it both begins and ends; those of the warm-up that
+        comes first count for none.
         """
         clients = [threading.Thread(target=self._client) for _ in range(_CLIENTS)]
         for client in clients:
             client.start()
         try:
+            self._over.wait(_WARM_UP_S)
             for window in range(2 * windows):
                 self._window(disturb if window % 2 else None, seconds)
         finally:
