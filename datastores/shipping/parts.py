@@ -11,8 +11,7 @@ from ..container import Container, write_sections
 from ..manifest import FileEntry, Manifest
 from ..segment import Segment
 from .cut import Cut
-
-COPY_BYTES = 1 << 20
+from .remote import WRITE_BYTES
 
 
 @dataclass(eq=False)
@@ -23,11 +22,13 @@ class Part:
     file: BinaryIO
     size: int
 
-    def blocks(self, block_bytes: int = COPY_BYTES, start: int = 0) -> Iterator[bytes]:
-        """Its bytes from an offset on. OSError if it cannot be read."""
+    def blocks(self, block_bytes: int = WRITE_BYTES, start: int = 0) -> Iterator[memoryview]:
+        """Its bytes from an offset on; a block lasts until the next one. OSError: unreadable."""
         self.file.seek(start)
-        while block := self.file.read(block_bytes):
-            yield block
+        # New memory for each block would take as long as reading it.
+        block = memoryview(bytearray(min(block_bytes, max(1, self.size - start))))
+        while size := self.file.readinto(block):  # type: ignore[attr-defined] # as all here have
+            yield block[:size]
 
 
 def parts_of(

@@ -12,7 +12,7 @@ from ..container import read_outline
 from ..files import open_file, replace_file
 from ..manifest import check_same_tokenizer, read_manifest, write_manifest
 from .card import README, write_card
-from .remote import TIMEOUT_S, RemoteFolder
+from .remote import TIMEOUT_S, WRITE_BYTES, RemoteFolder
 from .room_left import check_room
 from .shipment import MAX_BYTES, NAME, Shipment, ShippedFile, block_digest, read_shipment
 from .snapshots import Report, check_vacant, is_there, keep_only, partial_folder, publish_folder
@@ -99,7 +99,7 @@ def pulled_identity(folder: str) -> str | None:
 def _write(part: BinaryIO, block: bytes) -> None:
     left = memoryview(block)
     while left:
-        left = left[part.write(left) :]
+        left = left[part.write(left[:WRITE_BYTES]) :]
 
 
 class _Receiver:

@@ -3,6 +3,7 @@
 import datetime
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 
@@ -193,14 +194,17 @@ class _Sender:
     ) -> list[str]:
         digests: list[str] = []
 
-        def blocks() -> Iterator[bytes]:
+        def blocks() -> Iterator[memoryview]:
             digests.clear()
             at = done + start
-            for block in self._local(part, start, size):
-                digests.append(block_digest(block))
-                yield block
-                at += len(block)
-                self._report(at, total)
+            with ThreadPoolExecutor(1) as aside:
+                for block in self._local(part, start, size):
+                    digest = aside.submit(block_digest, block)
+                    yield block
+                    # Before the next block takes this one's place.
+                    digests.append(digest.result())
+                    at += len(block)
+                    self._report(at, total)
 
         self._remote.write_blocks(name, blocks)
         self.sent += size
@@ -219,7 +223,7 @@ class _Sender:
     def _digests(self, part: Part, start: int, size: int) -> Iterator[str]:
         return map(block_digest, self._local(part, start, size))
 
-    def _local(self, part: Part, start: int, size: int) -> Iterator[bytes]:
+    def _local(self, part: Part, start: int, size: int) -> Iterator[memoryview]:
         """A piece of a part, block by block. DatastoreError if it cannot be read."""
         left = size
         try:

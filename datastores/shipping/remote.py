@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from ..config import DatastoreError
 
 TIMEOUT_S = 60.0
+# Linux looks for pages as large as a write is, and 1 MiB at once may take twice as long.
+WRITE_BYTES = 1 << 18
 # A block may take longer than an answer: a slow line moves 16 MiB in minutes.
 _BLOCK_TIMES = 5
 _TRIES = 4
@@ -48,7 +50,7 @@ class RemoteFolder:
         self._block_timeout = _BLOCK_TIMES * timeout
         scheme = self.address.partition("://")[0]
         try:
-            self.fs, root = self._answer(lambda: url_to_fs(self.address))
+            self.fs, root = self._wait(_Call(lambda: url_to_fs(self.address)))
         except ImportError:
             package = _PACKAGES.get(scheme, "its fsspec file system")
             raise DatastoreError(
@@ -137,13 +139,22 @@ class RemoteFolder:
     # -- large files -----------------------------------------------------------------------
 
     def blocks(self, name: str, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-        """The bytes of each span (start, end) of a file."""
-        path = self._path(name)
+        """The bytes of each span (start, end) of a file; one comes while the last is being used."""
+        path, doing = self._path(name), f"read {name}"
+        coming: _Call[bytes] | None = None
         for start, end in spans:
-            fetch = partial(self.fs.cat_file, path, start=start, end=end)
-            yield self._try(f"read {name}", fetch, self._block_timeout)
+            # One at a time: not every file system bears two.
+            block = None if coming is None else self._come(doing, coming)
+            coming = _Call(partial(self.fs.cat_file, path, start=start, end=end))
+            if block is not None:
+                yield block
+        if coming is not None:
+            yield self._come(doing, coming)
 
-    def write_blocks(self, name: str, blocks: Callable[[], Iterable[bytes]]) -> None:
+    def _come(self, doing: str, begun: "_Call[bytes]") -> bytes:
+        return self._try(doing, begun.function, self._block_timeout, begun)
+
+    def write_blocks(self, name: str, blocks: Callable[[], Iterable[bytes | memoryview]]) -> None:
         """A large file; blocks() gives its bytes, again at each attempt."""
         for attempt in range(_TRIES):
             try:
@@ -156,24 +167,34 @@ class RemoteFolder:
                     raise self._failure(f"write {name}", error) from None
                 time.sleep(_FIRST_WAIT_S * 2**attempt)
 
-    def _write_once(self, name: str, blocks: Callable[[], Iterable[bytes]]) -> None:
+    def _write_once(self, name: str, blocks: Callable[[], Iterable[bytes | memoryview]]) -> None:
         beats = _Beats()
 
         def write() -> None:
             with self.fs.open(self._path(name), "wb") as file:
                 for block in blocks():
                     beats.beat()
-                    file.write(block)
+                    view = memoryview(block)
+                    for at in range(0, len(view), WRITE_BYTES):
+                        file.write(view[at : at + WRITE_BYTES])
                 _sync(file)
 
-        self._answer(write, self._block_timeout, beats)
+        self._wait(_Call(write), self._block_timeout, beats)
 
     # -- what may fail -----------------------------------------------------------------------
 
-    def _try(self, doing: str, call: Callable[[], T], timeout: float | None = None) -> T:
+    def _try(
+        self,
+        doing: str,
+        function: Callable[[], T],
+        timeout: float | None = None,
+        begun: "_Call[T] | None" = None,
+    ) -> T:
+        """What a function returns, called up to four times; begun: its first call."""
         for attempt in range(_TRIES):
+            call = begun if begun is not None and not attempt else _Call(function)
             try:
-                return self._answer(call, timeout)
+                return self._wait(call, timeout)
             except DatastoreError:
                 raise
             except Exception as error:
@@ -182,8 +203,8 @@ class RemoteFolder:
                 time.sleep(_FIRST_WAIT_S * 2**attempt)
         raise AssertionError
 
-    def _answer(
-        self, call: Callable[[], T], timeout: float | None = None, beats: "_Beats | None" = None
+    def _wait(
+        self, call: "_Call[T]", timeout: float | None = None, beats: "_Beats | None" = None
     ) -> T:
         """What a call returns or raises; DatastoreError if it does neither in time.
 
@@ -191,31 +212,41 @@ class RemoteFolder:
         """
         timeout = self.timeout if timeout is None else timeout
         beats = beats or _Beats()
-        result: list[tuple[T | None, BaseException | None]] = []
-        done = threading.Event()
-
-        def run() -> None:
-            try:
-                result.append((call(), None))
-            except BaseException as error:
-                result.append((None, error))
-            done.set()
-
-        # A thread of its own: one that never returns must not keep the process from ending.
-        threading.Thread(target=run, name="datastore-remote", daemon=True).start()
-        while not done.wait(max(0.01, beats.last + timeout - time.monotonic())):
+        while not call.done.wait(max(0.01, beats.last + timeout - time.monotonic())):
             if time.monotonic() >= beats.last + timeout:
                 beats.given_up = True
                 raise DatastoreError(f"{self.shown} did not answer within {timeout:.0f} s")
-        value, error = result[0]
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]
+        return call.result()
 
     def _failure(self, doing: str, error: BaseException) -> DatastoreError:
         if isinstance(error, DatastoreError):
             return error
         return DatastoreError(f"{self.shown}: cannot {doing}: {_line(error)}")
+
+
+class _Call(Generic[T]):
+    """A call that has begun, in a thread of its own: one that never returns must not keep the
+    process from ending."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.function = function
+        self.done = threading.Event()
+        self._value: T
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="datastore-remote", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self.function()
+        except BaseException as error:
+            self._error = error
+        self.done.set()
+
+    def result(self) -> T:
+        """What it returned, once it is done; or what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._value
 
 
 class _Beats:

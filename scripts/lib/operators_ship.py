@@ -8,6 +8,7 @@ import argparse
 import gzip
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from scripts.lib.spec_bench import DATA
 from sglang_ext.commands.datastore.model_tokenizer import ModelTokenizer
 
 _BYTES, _QUICK_BYTES = 1 << 30, 1 << 27
-_ROUNDS = 5
+_ROUNDS = 10
 _VOCAB = 50_000
 _SEGMENT_TOKENS = 1 << 21
 _HELD_BACK = 200
@@ -61,20 +62,23 @@ def check(options: argparse.Namespace) -> dict[str, float]:
 def speeds(work: Path, nbytes: int) -> dict[str, float]:
     """Bytes per second of push and of pull over those of a plain copy, each kind's best round."""
     source = write_store(work / "store", nbytes)
+    push(work / "store", f"file://{work}/remote", served=True)
+    made = work / "made"
     runs: dict[str, Callable[[], object]] = {
-        "plain": lambda: _copy(source, work / "plain"),
-        "push": lambda: push(work / "store", f"file://{work}/remote", served=True),
-        "pull": lambda: pull(f"file://{work}/remote", work / "here"),
+        "plain": lambda: _copy(source, made / "plain"),
+        "push": lambda: push(work / "store", f"file://{made}/remote", served=True),
+        "pull": lambda: pull(f"file://{work}/remote", made / "here"),
     }
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    order = random.Random(0)
     for _ in tqdm(range(_ROUNDS), desc="copies", disable=None, leave=False):
-        for name, run in runs.items():
+        # In any order: a virtual machine's host takes back memory some time after it was freed.
+        for name in order.sample(list(runs), len(runs)):
+            made.mkdir()
             began = time.perf_counter()
-            run()
+            runs[name]()
             seconds[name].append(time.perf_counter() - began)
-        for made in ("remote", "here"):
-            shutil.rmtree(work / made)
-        (work / "plain").unlink()
+            shutil.rmtree(made)
     size = source.stat().st_size
     for name, taken in seconds.items():
         rates = ", ".join(f"{size / each / 1e6:.0f}" for each in taken)

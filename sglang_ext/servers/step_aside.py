@@ -7,6 +7,7 @@ for one another at every layer is as slow as the slowest of them. So this proces
 
 import atexit
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -40,8 +41,9 @@ def step_aside() -> None:
     with contextlib.suppress(ValueError, AttributeError):
         signal.signal(signal.SIGALRM, on_alarm)
         signal.setitimer(signal.ITIMER_REAL, _BURST_S)
-        # The handler is gone before the process is.
+        # The handler is gone before the process is, whose end is no time to collect garbage.
         atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
+        atexit.register(gc.freeze)
 
 
 @dataclass(frozen=True)
