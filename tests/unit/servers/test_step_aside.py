@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from sglang_ext.servers import processes
 from sglang_ext.servers.step_aside import Rests, Taken
 
 
@@ -32,6 +33,7 @@ def test_works_on_where_one_is_idle_and_rests_again_where_it_is_no_more() -> Non
 
 BUSY_FOR_A_WHILE = """
 import time
+from sglang_ext.servers import processes
 from sglang_ext.servers.step_aside import step_aside
 step_aside()
 began, over = time.process_time(), time.monotonic() + 2
@@ -43,14 +45,13 @@ print(time.process_time() - began)
 @pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="needs Linux's /proc/stat")
 def test_takes_little_beside_busy_processors() -> None:
     spin = [sys.executable, "-c", "while True: pass"]
-    others = [subprocess.Popen(spin) for _ in range(os.cpu_count() or 1)]
+    others = [processes.start(spin) for _ in range(os.cpu_count() or 1)]
     try:
         used = subprocess.run(
             [sys.executable, "-c", BUSY_FOR_A_WHILE], check=True, capture_output=True, text=True
         )
     finally:
         for other in others:
-            other.kill()
-            other.wait()
+            processes.stop_group(other)
     # 0.04 of the second that it would have.
     assert float(used.stdout) < 0.3
