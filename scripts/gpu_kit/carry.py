@@ -24,11 +24,14 @@ from pathlib import Path, PurePosixPath
 LIMIT_MIB = 64.0
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHON = "3.12"
-# Found by importing SGLang's scheduler, engine and backends and our worker in such an environment.
+# Found by a dry run of the kit in an environment with that machine's packages alone.
 WHEELS = (
-    "apache-tvm-ffi", "compressed-tensors", "dill", "distro", "fastapi", "gguf", "ipython",
-    "loguru", "msgspec", "openai", "opentelemetry-api", "orjson", "partial-json-parser", "pybase64",
-    "pyzmq", "setproctitle", "sniffio", "starlette", "traitlets", "uvicorn", "xgrammar",
+    "annotated-types", "apache-tvm-ffi", "cffi", "compressed-tensors", "dill", "distro",
+    "fastapi", "gguf", "ipython", "jsonschema", "jsonschema-specifications", "loguru",
+    "msgspec", "openai", "opentelemetry-api", "orjson", "partial-json-parser", "pybase64",
+    "pycparser", "pydantic", "pydantic-core", "python-multipart", "pyzmq", "referencing",
+    "rpds-py", "setproctitle", "sniffio", "soundfile", "starlette", "traitlets",
+    "typing-inspection", "uvicorn", "xgrammar",
 )  # fmt: skip
 # sgl_kernel's operators are built against one torch: those of 0.4.10 lack 5 symbols under 2.11,
 # those of 0.4.4 none (nm of both against torch's libraries).

@@ -34,7 +34,9 @@ def main() -> int:
         print("prebuild: error: no nvcc on the PATH", file=sys.stderr)
         return 2
     args.into.mkdir(parents=True, exist_ok=True)
-    os.environ["LIBRARY_PATH"] = str(_libraries_to_link(args.into / "link"))
+    # Absolute: ninja links in a folder of its own.
+    os.environ["LIBRARY_PATH"] = str(_libraries_to_link(args.into.resolve() / "link"))
+    os.environ["CPATH"] = str(_cuda_wheels() / "include")
     failed = 0
     for spec in specs([int(text) for text in args.head_dims.split(",")]):
         failed += not _build(spec, args.into)
@@ -63,9 +65,8 @@ def specs(head_dims: list[int]) -> list[Any]:
 def _libraries_to_link(folder: Path) -> Path:
     """A folder with what the linker asks for: the wheel's CUDA runtime, and a driver without
     functions in place of the one that only a machine with a GPU has."""
-    wheel = importlib.import_module("nvidia.cu13")
     folder.mkdir(exist_ok=True)
-    runtime = next(Path(next(iter(wheel.__path__))).glob("lib/libcudart.so.*"))
+    runtime = next(_cuda_wheels().glob("lib/libcudart.so.*"))
     link = folder / "libcudart.so"
     link.unlink(missing_ok=True)
     link.symlink_to(runtime)
@@ -75,6 +76,11 @@ def _libraries_to_link(folder: Path) -> Path:
         check=True, timeout=60,
     )  # fmt: skip
     return folder
+
+
+def _cuda_wheels() -> Path:
+    """Where the wheels of CUDA lie: the runtime, and curand's headers, which a bare nvcc lacks."""
+    return Path(next(iter(importlib.import_module("nvidia.cu13").__path__)))
 
 
 def _build(spec: Any, into: Path) -> bool:

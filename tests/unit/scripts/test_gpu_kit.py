@@ -16,6 +16,7 @@ import torch
 from scripts.gpu_kit import carry, features, phase_runner, schedule
 from scripts.gpu_kit.attention_checks import RELATIVE_ERROR, Verify
 from scripts.gpu_kit.checkpoint import SHAPES, lag_vectors, rope_angles, write
+from scripts.gpu_kit.engine import COMMON, gpu_flags
 from scripts.gpu_kit.kit import Kit, Part
 from scripts.gpu_kit.lines import FAILED, NAME, PASSED, Lines
 from scripts.gpu_kit.phases.latency import summary
@@ -175,6 +176,22 @@ def test_outputs_part_where_they_differ_or_where_one_ends():
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 5, 3]) == 1
     assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+# Flags
+
+
+def test_the_flags_of_a_gpu_are_sglangs(tmp_path):
+    from sglang.srt.server_args import prepare_server_args
+
+    args = prepare_server_args(["--model-path", str(tmp_path), *COMMON, *gpu_flags([])])
+    assert args.cuda_graph_bs_decode[-1] == args.max_running_requests == 64
+    assert args.context_length == 16384
+
+
+def test_a_flag_that_is_given_takes_the_place_of_a_gpus_own():
+    assert "--context-length" not in gpu_flags(["--context-length", "2048"])
+    assert "--mem-fraction-static" in gpu_flags(["--context-length", "2048"])
 
 
 # The planted model
