@@ -52,6 +52,10 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "sgl_kernel": ("*.so", "sm100/*"),
 }  # fmt: skip
+# SGLang's file -> ours, where its imports are too large to carry and a Hopper does not run it.
+STAND_INS = {
+    "sglang/kernels/ops/gemm/cutedsl_dual_gemm.py": "scripts/gpu_kit/stand_ins/cutedsl_dual_gemm.py"
+}
 # Of xz: for the archive, and for an upper bound of its size.
 PRESET, FAST_PRESET = 6, 2
 EVERYWHERE = ("__pycache__/*", "*/__pycache__/*", "*.pyc")
@@ -168,11 +172,15 @@ def package_files(package: str) -> list[Item]:
         raise FileNotFoundError(f"{package} is not installed here")
     root = Path(next(iter(spec.submodule_search_locations)))
     return [
-        Item(package, f"{package}/{inside}", path)
+        Item(package, f"{package}/{inside}", _stand_in(f"{package}/{inside}", path))
         for path in sorted(root.rglob("*"))
         if path.is_file()
         and not is_left_out(inside := path.relative_to(root).as_posix(), PACKAGES[package])
     ]
+
+
+def _stand_in(name: str, path: Path) -> Path:
+    return REPOSITORY / STAND_INS[name] if name in STAND_INS else path
 
 
 def is_left_out(inside: str, patterns: Sequence[str]) -> bool:

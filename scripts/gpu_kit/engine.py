@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.gpu_kit import probe
+from scripts.gpu_kit.kit import Kit
 from sglang_ext import options
 from sglang_ext.cpu.install import wants_cpu_engine
 
@@ -23,7 +24,6 @@ COMMON = [
 # flag -> its values. By default SGLang captures 58 sizes of prefill graphs and 27 of decode graphs
 # a width, which takes longer than what is measured with them.
 ON_GPU = {
-    "--mem-fraction-static": ["0.7"],
     "--cuda-graph-bs-decode": ["1", "2", "4", "8", "16", "32", "48", "64"],
     "--cuda-graph-bs-prefill": ["64", "256", "512"],
     "--context-length": ["16384"],
@@ -55,20 +55,20 @@ class Engine:
     """One model loaded once; a context manager.
 
     Args:
-        model: folder of the checkpoint.
+        kit: whose checkpoint is served, with its share of the GPU's memory.
         flags: `sglang serve`'s, over COMMON.
         env_options: sglang-ext's options by name (drafter, budget, oracle_file, ...).
     """
 
     def __init__(
-        self, model: Path, flags: Sequence[str] = (), env_options: Mapping[str, str] | None = None
+        self, kit: Kit, flags: Sequence[str] = (), env_options: Mapping[str, str] | None = None
     ):
         self._saved = dict(os.environ)
         for name, value in (env_options or {}).items():
             os.environ[options.env_name(name)] = value
         self._folder = tempfile.TemporaryDirectory(prefix="gpu-kit-", ignore_cleanup_errors=True)
         try:
-            self._engine = _start(["--model-path", str(model), *COMMON, *flags])
+            self._engine = _start(kit, ["--model-path", str(kit.model), *COMMON, *flags])
         except BaseException:
             self._restore()
             raise
@@ -156,7 +156,7 @@ def _answer(found: Mapping[str, Any]) -> Answer:
     )
 
 
-def _start(flags: list[str]) -> Any:
+def _start(kit: Kit, flags: list[str]) -> Any:
     from sglang.srt.entrypoints.engine import Engine as SglangEngine
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -170,7 +170,8 @@ def _start(flags: list[str]) -> Any:
         flags = [*flags, *ON_CPU]
         flags += default_cpu_args(flags)
     else:
-        flags = [*gpu_flags(flags), *flags]
+        share = ["--mem-fraction-static", str(kit.memory_fraction)]
+        flags = [*gpu_flags(flags), *share, *flags]
     load_plugins()
     server_args = prepare_server_args(flags)
     return Probed(server_args=server_args)

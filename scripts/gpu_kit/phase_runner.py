@@ -37,7 +37,14 @@ _LOG_LINES = 12
 
 
 def run(kit: Kit, phases: Sequence[str], seconds: float) -> bool:
-    """Run `phases` within `seconds`; returns whether all passed."""
+    """Run `phases` within `seconds`; returns whether all passed.
+
+    Raises:
+        ValueError: a phase has none of the kit's chosen parts.
+    """
+    for phase in phases:
+        if not _parts(kit, phase):
+            raise ValueError(f"--parts: phase {phase} has none of them, but {PARTS[phase]}")
     end = time.monotonic() + seconds
     lines = kit.lines()
     before = lines.ended()
@@ -83,7 +90,8 @@ def run(kit: Kit, phases: Sequence[str], seconds: float) -> bool:
 
 def _parts(kit: Kit, phase: str) -> list[tuple[str, str]]:
     left_out = NOT_ON_CPU.get(phase, {}) if kit.emulated else {}
-    return [(phase, part) for part in PARTS[phase] if part not in left_out]
+    chosen = kit.parts or PARTS[phase]
+    return [(phase, part) for part in PARTS[phase] if part in chosen and part not in left_out]
 
 
 class _Started:

@@ -47,18 +47,20 @@ def specs(head_dims: list[int]) -> list[Any]:
     """FlashInfer's build specifications of what a bf16 Llama's verify and decode steps call."""
     import torch
     from flashinfer.jit.attention.modules import gen_batch_decode_module, gen_batch_prefill_module
+    from flashinfer.jit.quantization import gen_quantization_module
+    from flashinfer.jit.sampling import gen_sampling_module
+    from flashinfer.prefill import _gen_batch_prefill_primary_module
 
     bf16, int32 = torch.bfloat16, torch.int32
-    found = []
+    # Custom masks are packed to bits; requests that are not greedy are sampled.
+    found = [gen_quantization_module(), gen_sampling_module()]
     for dim in head_dims:
-        # One library has every mask: none, causal and custom. On Hopper a prompt is read by "fa3".
-        found += [
-            gen_batch_prefill_module(
-                backend, bf16, bf16, bf16, int32, dim, dim, 0, False, False, False
-            )
-            for backend in ("fa2", "fa3")
-        ]
-        found.append(gen_batch_decode_module(bf16, bf16, bf16, int32, dim, dim, 0, False, False))
+        kind = bf16, bf16, bf16, int32, dim, dim, 0, False, False
+        # One library has every mask: none, causal and custom. On Hopper a prompt is read by "fa3";
+        # of "fa2" FlashInfer takes the library for keys and values of equal strides.
+        found.append(_gen_batch_prefill_primary_module("fa2", *kind, False))
+        found.append(gen_batch_prefill_module("fa3", *kind, False))
+        found.append(gen_batch_decode_module(*kind))
     return found
 
 

@@ -43,7 +43,7 @@ def prompts(kit: Kit) -> list[list[int]]:
 def plain(part: Part) -> None:
     """The reference, and how often it contradicts itself at another batch size."""
     part.kit.make_model()
-    with Engine(part.kit.model, _flags(part.kit)) as engine:
+    with Engine(part.kit, _flags(part.kit)) as engine:
         answers = _ask(part, engine, {})
         alone = _alone(part.kit, engine)
     part.kit.keep("lossless-plain", _as_json(answers))
@@ -90,7 +90,7 @@ def _speculate(part: Part, label: str, drafters: Sequence[str], flags: list[str]
         "oracle_file": str(_oracle(kit)),
         "bigram_seconds": "0",
     }
-    with Engine(kit.model, [*_flags(kit), *SPECULATION, *flags], options) as engine:
+    with Engine(kit, [*_flags(kit), *SPECULATION, *flags], options) as engine:
         for drafter in drafters:
             with part.attempt(f"{label}, {drafter}"):
                 answers = _ask(part, engine, {"drafter": drafter})
@@ -102,7 +102,7 @@ def _speculate(part: Part, label: str, drafters: Sequence[str], flags: list[str]
 def plain_again(part: Part) -> None:
     """Plain SGLang loaded once more: its own divergences, then the replay of every one."""
     kit = part.kit
-    with Engine(kit.model, _flags(kit)) as engine:
+    with Engine(kit, _flags(kit)) as engine:
         _note_divergences(part, "plain again", _plain(kit), _ask(part, engine, {}))
         noted = kit.kept("lossless-divergences") or {}
         allowed = max(

@@ -44,7 +44,7 @@ def nodes(part: Part) -> None:
     )
     options = {"budget": "fixed", "drafters": "random,oracle", "oracle_file": str(path)}
     flags = [*SPECULATION, *([] if kit.emulated else ["--attention-backend", "flashinfer"])]
-    with Engine(kit.model, flags, options) as engine:
+    with Engine(kit, flags, options) as engine:
         exact = [_exact(engine, p, c) for p, c in zip(prompts, cases, strict=True)]
         for drafter in DRAFTERS[:2] if kit.emulated else DRAFTERS:
             for prompt, case, expected in zip(prompts, cases, exact, strict=True):

@@ -1,5 +1,6 @@
 """The GPU kit's parts that need no GPU: time, results, ties, the planted model, the carry."""
 
+import dataclasses
 import gzip
 import importlib
 import io
@@ -138,6 +139,14 @@ def test_a_part_that_dies_is_told_with_its_last_lines(tmp_path, monkeypatch):
     assert phase["status"] == FAILED
 
 
+def test_chosen_parts_alone_are_run(tmp_path):
+    chosen = dataclasses.replace(kit(tmp_path), parts=("acceptance",))
+    assert Kit.from_json(chosen.as_json()) == chosen
+    assert phase_runner._parts(chosen, "kernels") == [("kernels", "acceptance")]
+    with pytest.raises(ValueError, match="phase trace has none of them"):
+        phase_runner.run(chosen, ["kernels", "trace"], 60)
+
+
 def test_a_second_run_does_only_what_has_not_passed(tmp_path, monkeypatch):
     fake_parts(monkeypatch, "open(f'{name}-ran', 'a').write('x')")
     monkeypatch.chdir(tmp_path)
@@ -191,7 +200,7 @@ def test_the_flags_of_a_gpu_are_sglangs(tmp_path):
 
 def test_a_flag_that_is_given_takes_the_place_of_a_gpus_own():
     assert "--context-length" not in gpu_flags(["--context-length", "2048"])
-    assert "--mem-fraction-static" in gpu_flags(["--context-length", "2048"])
+    assert "--cuda-graph-bs-decode" in gpu_flags(["--context-length", "2048"])
 
 
 # The planted model
