@@ -47,13 +47,18 @@ def specs(head_dims: list[int]) -> list[Any]:
     """FlashInfer's build specifications of what a bf16 Llama's verify and decode steps call."""
     import torch
     from flashinfer.jit.attention.modules import gen_batch_decode_module, gen_batch_prefill_module
+    from flashinfer.jit.cascade import gen_cascade_module
+    from flashinfer.jit.norm import gen_norm_module
     from flashinfer.jit.quantization import gen_quantization_module
     from flashinfer.jit.sampling import gen_sampling_module
     from flashinfer.prefill import _gen_batch_prefill_primary_module
 
     bf16, int32 = torch.bfloat16, torch.int32
     # Custom masks are packed to bits; requests that are not greedy are sampled.
-    found = [gen_quantization_module(), gen_sampling_module()]
+    # Of a prompt in chunks two parts are merged ("cascade"); "norm" is SGLang's choice on a GPU.
+    found = [
+        gen_quantization_module(), gen_sampling_module(), gen_cascade_module(), gen_norm_module(),
+    ]  # fmt: skip
     for dim in head_dims:
         kind = bf16, bf16, bf16, int32, dim, dim, 0, False, False
         # One library has every mask: none, causal and custom. On Hopper a prompt is read by "fa3";

@@ -47,6 +47,7 @@ def plain_flashinfer(part: Part) -> None:
 
 def ngram(part: Part) -> None:
     """SGLang's own NGRAM speculation at 16 nodes; its drafts are its own."""
+    part.kit.make_model()
     flags = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "16"]
     with Engine(part.kit, [*flags, "--attention-backend", "flashinfer"]) as engine:
         for batch in _batches(part.kit):

@@ -32,7 +32,7 @@ def nodes(part: Part) -> None:
     """Chi-square of each case and drafter."""
     kit = part.kit
     kit.make_model()
-    samples, cases = (96, CASES[:2]) if kit.emulated else (4096, CASES)
+    samples, cases = (96, CASES[:2]) if kit.emulated else (1024, CASES)
     # One prompt a case, so that `sssd` learns from samples of the same distribution.
     prompts = [kit.rule.prompt(30 + n, 900 + n) for n in range(len(cases))]
     path = Path(kit.work) / "sampling-oracle.jsonl"

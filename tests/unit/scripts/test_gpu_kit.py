@@ -25,6 +25,7 @@ from scripts.gpu_kit.phases.lossless import feature_of
 from scripts.gpu_kit.phases.sampling import filtered
 from scripts.gpu_kit.planted import with_wrong_tokens
 from scripts.gpu_kit.probe import compress_trace
+from scripts.gpu_kit.report import report
 from scripts.gpu_kit.ties import first_difference, judge, ulp
 from scripts.gpu_kit.unpack import unpack
 from sglang_ext.servers import processes
@@ -42,7 +43,7 @@ def kit(folder: Path) -> Kit:
 def test_a_phase_gets_its_share_of_what_is_left():
     phases = list(schedule.SECONDS)
     first = schedule.allowance(540, phases)
-    assert first == pytest.approx((540 - schedule.RESERVE_S) * 20 / sum(schedule.SECONDS.values()))
+    assert first == pytest.approx((540 - schedule.RESERVE_S) * 40 / sum(schedule.SECONDS.values()))
     assert schedule.allowance(100, ["trace"]) == 100 - schedule.RESERVE_S
 
 
@@ -413,3 +414,20 @@ def test_of_a_package_caches_tests_and_large_libraries_stay_behind():
 def test_every_wheel_to_bring_is_locked():
     versions = carry.locked(carry.REPOSITORY / "requirements.lock")
     assert set(carry.WHEELS) <= set(versions)
+
+
+# The report
+
+
+def test_a_report_takes_the_later_of_two_lines_of_a_case():
+    line = {"phase": "kernels", "case": "triton, requests 1", "status": "failed", "device": "X"}
+    good = line | {"status": "passed", "relative_error": 0.004, "one_wrong_bit_changes": 0.1}
+    text = report([line, good, {"phase": "kernels", "status": "passed", "device": "X"}])
+    assert "| kernels | 1 | 0 | 0 |" in text and "| triton | 1 | 0.0040 | 0.1000 |" in text
+
+
+def test_a_report_shows_what_a_step_took():
+    figures = {"step_ms": 2.0, "device_ms": 1.5, "host_gap_ms": 0.5, "tokens_per_step": 3.0}
+    line = {"phase": "latency", "case": "adaptive, batch 4, acceptance 0.8", "status": "passed"}
+    of_step = {"device": "X", "batch": 4, "acceptance": 0.8, "widths": [1, 16], **figures}
+    assert "| adaptive | 0.8 | 4 | 2.0 | 1.5 | 0.5 | 3.0 |  | 1 16 |" in report([line | of_step])
