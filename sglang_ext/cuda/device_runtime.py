@@ -15,6 +15,7 @@ from sglang_ext.cuda import backends
 from sglang_ext.cuda.clock import StepClock
 from sglang_ext.cuda.graphs import WidthGraphs
 from sglang_ext.cuda.prefill import DevicePrefill
+from sglang_ext.cuda.warm_up import warm_up
 from sglang_ext.cuda.widths import default_widths
 from sglang_ext.options import Options
 from sglang_ext.step.runtime import StepRuntime
@@ -81,9 +82,10 @@ class DeviceRuntime(StepRuntime):
         backends.prepare(self._runner.attn_backend, self._runner)
 
     def capture_graphs(self, options: Options) -> None:
-        """Capture a graph set for each width; steps have these widths from now on."""
+        """Capture a graph set for each width, and load the kernels that no graph holds."""
         self._graphs = WidthGraphs(self._runner, options)
         self._planner.use_widths(self._graphs.widths, self._graphs.padded_batch)
+        warm_up(self._graphs.widths, self._device)
 
     def open_exit(self, options: Options) -> None:
         """None is opened: passes run in captured graphs, which call no hook of a layer."""
