@@ -246,11 +246,11 @@ async def _caption(
     Raises:
         CaptionsError: a server does not take the settings.
     """
-    from sglang_ext.captions.calls import RequestError, client
+    from sglang_ext.api.calls import RequestError, client
+    from sglang_ext.api.translation.live_translation import LiveTranslation
     from sglang_ext.captions.live_captions import Captions, follow
     from sglang_ext.captions.playback import Playback
     from sglang_ext.captions.recognition import Recognition, served_model
-    from sglang_ext.captions.translation import LiveTranslation
     from speech.streaming import StreamingRecognizer, StreamOptions
 
     code, name = language

@@ -83,6 +83,8 @@ class SessionSettings(_Body):
         beta: bias towards the last translation, 0 to 1; None: the server's.
         mask: so many tokens at the end of the output are shown as unstable (display-only mask-k).
         trim_draft: so many tokens at the draft's end are not drafted (mask-k that trims the draft).
+        append_only: what was stable stays: it is what two successive translations begin with
+            alike, and the next ones are made to begin with it.
         realign, retrieve: as in custom_params.ssbd.
         temperature: 0 to 2; 0: greedy.
         max_tokens: of a translation; None: as many as its source may need.
@@ -98,6 +100,7 @@ class SessionSettings(_Body):
     beta: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     mask: int = Field(0, ge=0, le=_MOST_MASKED)
     trim_draft: int = Field(0, ge=0, le=_MOST_MASKED)
+    append_only: bool = False
     realign: bool = True
     retrieve: bool = True
     temperature: float = Field(0.0, ge=0, le=2, allow_inf_nan=False)

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from sglang_ext.captions.calls import RequestError, call
-from sglang_ext.captions.sentences import Sentence
+from sglang_ext.api.calls import RequestError, call
+from speech.sentences import Sentence
 
 _PATH = "/v1/translation/sessions"
 _RETRY_S, _MOST_RETRY_S = 1.0, 8.0
