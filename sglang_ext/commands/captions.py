@@ -263,14 +263,15 @@ async def _caption(
             model = await served_model(asr)
             if translate_url is not None:
                 key = args.api_key if args.translate_url else ""
+                settings = {
+                    "source_language": name,
+                    "target_language": args.target_language,
+                    "mask": args.mask,
+                    "beta": args.beta,
+                }
                 translation = LiveTranslation(
                     await stack.enter_async_context(client(translate_url, key)),
-                    {
-                        "source_language": name,
-                        "target_language": args.target_language,
-                        "mask": args.mask,
-                        "beta": args.beta,
-                    },
+                    lambda _: settings,
                     captions.translation,
                     captions.error,
                 )

@@ -1,4 +1,5 @@
-"""WS /v1/realtime for a served Whisper, in place of SGLang's, which refuses it.
+"""WS /v1/realtime for a served Whisper, in place of SGLang's, which refuses it, and
+WS /v1/realtime/translations, which SGLang lacks.
 
 SGLang 0.5.23's session (entrypoints/openai/realtime/session.py) is for models that transcribe
 chunk by chunk: it transcribes within its receive loop, and has neither server_vad nor prompts.
@@ -13,16 +14,26 @@ from fastapi import FastAPI, WebSocket
 from starlette.routing import Match, WebSocketRoute
 
 from datastores import DEFAULT_NAMESPACE
+from sglang_ext.api.calls import client
 from sglang_ext.api.handshake import check_key, chosen, deny, header_namespace, offered
 from sglang_ext.api.http import ApiError, tokenizer_manager
 from sglang_ext.api.open_streams import Streams
+from sglang_ext.api.realtime.realtime_events import Event
 from sglang_ext.api.realtime.realtime_session import RealtimeSession, SessionParts
 from sglang_ext.api.realtime.realtime_settings import (
     SessionSettings,
     SettingsParser,
     TurnDetection,
 )
-from sglang_ext.api.realtime.realtime_socket import POLICY, TRY_LATER, RealtimeSocket, turn_away
+from sglang_ext.api.realtime.realtime_socket import (
+    POLICY,
+    TRY_LATER,
+    RealtimeSocket,
+    SocketSession,
+    turn_away,
+)
+from sglang_ext.api.realtime.translation_session import TranslationSession
+from sglang_ext.api.realtime.translation_settings import TranslationParser
 from sglang_ext.api.realtime.window_decoder import WindowDecoder
 from sglang_ext.api.transcription.transcriptions import serves_whisper
 from sglang_ext.api.transcription.whisper_engine import WhisperEngine
@@ -32,7 +43,11 @@ from speech.buffer import SpeechProbabilities
 from speech.vad import default_detector
 
 PATH = "/v1/realtime"
+TRANSLATIONS = "/v1/realtime/translations"
 _PROTOCOL = "realtime"
+
+Session = Callable[[Callable[[Event], None], Callable[[], None]], SocketSession]
+"""Makes a session of what sends its events and what tells that it is broken."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +78,16 @@ class _WhisperSocketRoute(WebSocketRoute):
 
 
 def register(app: FastAPI) -> None:
-    """Put the route before SGLang's own; other models keep that."""
-    app.router.routes.insert(0, _WhisperSocketRoute(PATH, Realtime(_backend).socket))
+    """Put the routes before SGLang's own; other models keep that."""
+    realtime = Realtime(_backend)
+    app.router.routes[:0] = [
+        _WhisperSocketRoute(PATH, realtime.socket),
+        _WhisperSocketRoute(TRANSLATIONS, realtime.translations),
+    ]
 
 
 class Realtime:
-    """The endpoint.
+    """The endpoints; their sessions count as one kind.
 
     Args:
         backend: makes what sessions work with, at the first connection.
@@ -79,7 +98,40 @@ class Realtime:
         self._streams = cache(self._new_streams)
 
     async def socket(self, socket: WebSocket) -> None:
-        """One session."""
+        """One transcription session."""
+        await self._serve(socket, SettingsParser, lambda parts, _: partial(RealtimeSession, parts))
+
+    async def translations(self, socket: WebSocket) -> None:
+        """One translation session."""
+        options = self._backend().options
+
+        def session(parts: SessionParts, namespace: str) -> Session:
+            if not options.translate_with:
+                raise ApiError(
+                    "this server translates no live speech: start it with --translate-with URL, "
+                    "the address of a text server (--drafters ssbd)",
+                    501,
+                    code="not_supported",
+                )
+            header, default = options.namespace_header, namespace == DEFAULT_NAMESPACE
+            headers = {} if default else {header: namespace}
+            url = options.translate_with.rstrip("/").removesuffix("/v1")
+            text_server = client(url, options.translate_key, headers)
+            return partial(TranslationSession, parts, text_server)
+
+        await self._serve(socket, TranslationParser, session)
+
+    async def _serve(
+        self,
+        socket: WebSocket,
+        parser_type: type[SettingsParser],
+        session: Callable[[SessionParts, str], Session],
+    ) -> None:
+        """One session.
+
+        Args:
+            session: of its parts and its namespace.
+        """
         backend = self._backend()
         try:
             check_key(socket, backend.api_key, protocols=True)
@@ -88,15 +140,8 @@ class Realtime:
         await socket.accept(chosen(offered(socket), _PROTOCOL))
         try:
             namespace = header_namespace(socket, backend.options.namespace_header)
-            parser = self._parser()
+            parser = self._parser(parser_type)
             parser.check_model(socket.query_params.get("model"), "model")
-        except ApiError as error:
-            return await turn_away(socket, error, POLICY)
-        try:
-            slot = self._streams().enter(namespace)
-        except ApiError as error:
-            return await turn_away(socket, _too_many(error), TRY_LATER)
-        with slot:
             parts = SessionParts(
                 parser,
                 partial(_decoder, backend, namespace),
@@ -105,10 +150,18 @@ class Realtime:
                 backend.keep_alive_s,
                 beta="realtime=v1" in socket.headers.get("openai-beta", ""),
             )
+            made = session(parts, namespace)
+        except ApiError as error:
+            return await turn_away(socket, error, POLICY)
+        try:
+            slot = self._streams().enter(namespace)
+        except ApiError as error:
+            return await turn_away(socket, _too_many(error), TRY_LATER)
+        with slot:
             limit = backend.options.websocket_message_kb << 10
-            await RealtimeSocket(socket, partial(RealtimeSession, parts), limit).run()
+            await RealtimeSocket(socket, made, limit).run()
 
-    def _parser(self) -> SettingsParser:
+    def _parser(self, parser_type: type[SettingsParser]) -> SettingsParser:
         backend = self._backend()
         threshold = backend.options.vad_threshold
         default = SessionSettings(
@@ -116,7 +169,7 @@ class Realtime:
             step_s=backend.options.realtime_step_seconds,
             least_probability=threshold,
         )
-        return SettingsParser(backend.engine.vocabulary, backend.engine.model_names, default)
+        return parser_type(backend.engine.vocabulary, backend.engine.model_names, default)
 
     def _new_streams(self) -> Streams:
         backend = self._backend()

@@ -129,16 +129,29 @@ class SettingsParser:
         beta = event["type"] == BETA
         given = beta_fields(session) if beta else ga_fields(session)
         check_include(session)
+        for name, (path, value) in given.items():
+            now = self.field("beta_format" if beta and name == "format" else name, value, path, now)
+        return now
+
+    def field(self, name: str, value: Any, path: str, now: SessionSettings) -> SessionSettings:
+        """The settings, of the same class, after the update of one field.
+
+        Args:
+            name: of session.audio.input, or EXTENSION.
+            path: where it stood.
+
+        Raises:
+            ApiError: it is wrong; what was expected.
+        """
         takes: dict[str, Callable[[Any, str, SessionSettings], SessionSettings]] = {
-            "format": self._beta_format if beta else self._format,
+            "beta_format": self._beta_format,
+            "format": self._format,
             "transcription": self._transcription,
             "turn_detection": self._turn_detection,
             "noise_reduction": _noise_reduction,
             EXTENSION: self._extension,
         }
-        for name, (path, value) in given.items():
-            now = takes[name](value, path, now)
-        return now
+        return takes[name](value, path, now)
 
     def _beta_format(self, value: Any, path: str, now: SessionSettings) -> SessionSettings:
         if value is None:
@@ -190,9 +203,12 @@ class SettingsParser:
         return replace(now, turn_detection=replace(before, **taken))
 
     def _extension(self, value: Any, path: str, now: SessionSettings) -> SessionSettings:
-        fields = checked(Extension, value or {}, path)
-        step_s = self.default.step_s if fields.step_ms is None else fields.step_ms / 1000
-        return replace(now, step_s=step_s)
+        return replace(now, step_s=self._step_s(checked(Extension, value or {}, path), now))
+
+    def _step_s(self, fields: Extension, now: SessionSettings) -> float:
+        if "step_ms" not in fields.model_fields_set:
+            return now.step_s
+        return self.default.step_s if fields.step_ms is None else fields.step_ms / 1000
 
     def described(self, settings: SessionSettings, session_id: str, beta: bool) -> dict[str, Any]:
         """The session as OpenAI's API shows it."""
