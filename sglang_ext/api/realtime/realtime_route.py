@@ -1,10 +1,11 @@
-"""WS /v1/realtime for a served Whisper, in place of SGLang's, which refuses it, and
-WS /v1/realtime/translations, which SGLang lacks.
+"""WS /v1/realtime for a served Whisper, in place of SGLang's, which refuses it, and what SGLang
+lacks: WS /v1/realtime/translations, and WS /v1/realtime/views for those who only watch.
 
 SGLang 0.5.23's session (entrypoints/openai/realtime/session.py) is for models that transcribe
 chunk by chunk: it transcribes within its receive loop, and has neither server_vad nor prompts.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -32,8 +33,10 @@ from sglang_ext.api.realtime.realtime_socket import (
     SocketSession,
     turn_away,
 )
+from sglang_ext.api.realtime.settings_fields import VIEW_NAME
 from sglang_ext.api.realtime.translation_session import TranslationSession
 from sglang_ext.api.realtime.translation_settings import TranslationParser
+from sglang_ext.api.realtime.views import Publisher, Views, watch
 from sglang_ext.api.realtime.window_decoder import WindowDecoder
 from sglang_ext.api.transcription.transcriptions import serves_whisper
 from sglang_ext.api.transcription.whisper_engine import WhisperEngine
@@ -44,6 +47,7 @@ from speech.vad import default_detector
 
 PATH = "/v1/realtime"
 TRANSLATIONS = "/v1/realtime/translations"
+VIEWS = "/v1/realtime/views"
 _PROTOCOL = "realtime"
 
 Session = Callable[[Callable[[Event], None], Callable[[], None]], SocketSession]
@@ -83,6 +87,7 @@ def register(app: FastAPI) -> None:
     app.router.routes[:0] = [
         _WhisperSocketRoute(PATH, realtime.socket),
         _WhisperSocketRoute(TRANSLATIONS, realtime.translations),
+        _WhisperSocketRoute(VIEWS, realtime.viewer),
     ]
 
 
@@ -96,6 +101,8 @@ class Realtime:
     def __init__(self, backend: Callable[[], RealtimeBackend]):
         self._backend = cache(backend)
         self._streams = cache(self._new_streams)
+        self._viewers = cache(lambda: self._new_streams(self._backend().options.max_streams))
+        self._views = Views()
 
     async def socket(self, socket: WebSocket) -> None:
         """One transcription session."""
@@ -121,6 +128,39 @@ class Realtime:
 
         await self._serve(socket, TranslationParser, session)
 
+    async def viewer(self, socket: WebSocket) -> None:
+        """One viewer of a session."""
+        if (namespace := await self._entered(socket)) is None:
+            return
+        name = socket.query_params.get("view", "")
+        if not re.fullmatch(VIEW_NAME, name):
+            expected = "view must name what a session has in session.sglang_ext.view"
+            return await turn_away(socket, ApiError(expected, param="view"), POLICY)
+        try:
+            slot = self._viewers().enter(namespace)
+        except ApiError as error:
+            return await turn_away(socket, error, TRY_LATER)
+        with slot:
+            try:
+                await watch(socket, self._views.at(namespace, name))
+            finally:
+                self._views.tidy(namespace, name)
+
+    async def _entered(self, socket: WebSocket) -> str | None:
+        """Accept a client that has the key; its namespace, None: it was refused."""
+        backend = self._backend()
+        try:
+            check_key(socket, backend.api_key, protocols=True)
+        except ApiError as error:
+            await deny(socket, error)
+            return None
+        await socket.accept(chosen(offered(socket), _PROTOCOL))
+        try:
+            return header_namespace(socket, backend.options.namespace_header)
+        except ApiError as error:
+            await turn_away(socket, error, POLICY)
+            return None
+
     async def _serve(
         self,
         socket: WebSocket,
@@ -133,13 +173,9 @@ class Realtime:
             session: of its parts and its namespace.
         """
         backend = self._backend()
+        if (namespace := await self._entered(socket)) is None:
+            return
         try:
-            check_key(socket, backend.api_key, protocols=True)
-        except ApiError as error:
-            return await deny(socket, error)
-        await socket.accept(chosen(offered(socket), _PROTOCOL))
-        try:
-            namespace = header_namespace(socket, backend.options.namespace_header)
             parser = self._parser(parser_type)
             parser.check_model(socket.query_params.get("model"), "model")
             parts = SessionParts(
@@ -158,8 +194,22 @@ class Realtime:
         except ApiError as error:
             return await turn_away(socket, _too_many(error), TRY_LATER)
         with slot:
-            limit = backend.options.websocket_message_kb << 10
-            await RealtimeSocket(socket, made, limit).run()
+            await self._run(socket, namespace, made)
+
+    async def _run(self, socket: WebSocket, namespace: str, made: Session) -> None:
+        """A session, and what it shows to others."""
+        publishers: list[Publisher] = []
+
+        def published(send: Callable[[Event], None], broken: Callable[[], None]) -> SocketSession:
+            publishers.append(Publisher(self._views, namespace, send))
+            return made(publishers[-1].send, broken)
+
+        limit = self._backend().options.websocket_message_kb << 10
+        try:
+            await RealtimeSocket(socket, published, limit).run()
+        finally:
+            for publisher in publishers:
+                publisher.close()
 
     def _parser(self, parser_type: type[SettingsParser]) -> SettingsParser:
         backend = self._backend()
@@ -171,10 +221,10 @@ class Realtime:
         )
         return parser_type(backend.engine.vocabulary, backend.engine.model_names, default)
 
-    def _new_streams(self) -> Streams:
+    def _new_streams(self, most: int | None = None) -> Streams:
         backend = self._backend()
         share = backend.options.namespace_share if backend.options.namespace_header else 1.0
-        return Streams(backend.sessions, share)
+        return Streams(most or backend.sessions, share)
 
 
 def _decoder(

@@ -71,6 +71,7 @@ class SessionSettings:
         prompt: names and words that may come up.
         turn_detection: None: the client commits.
         step_s: seconds of new audio after which it is transcribed again.
+        view: the name under which others may watch; None: nobody may.
         least_probability: of speech, where there is no turn detection.
     """
 
@@ -80,6 +81,7 @@ class SessionSettings:
     turn_detection: TurnDetection | None = TurnDetection()
     step_s: float = 1.0
     least_probability: float = 0.5
+    view: str | None = None
 
     @property
     def threshold(self) -> float:
@@ -203,12 +205,16 @@ class SettingsParser:
         return replace(now, turn_detection=replace(before, **taken))
 
     def _extension(self, value: Any, path: str, now: SessionSettings) -> SessionSettings:
-        return replace(now, step_s=self._step_s(checked(Extension, value or {}, path), now))
+        return self.extended(checked(Extension, value or {}, path), now)
 
-    def _step_s(self, fields: Extension, now: SessionSettings) -> float:
-        if "step_ms" not in fields.model_fields_set:
-            return now.step_s
-        return self.default.step_s if fields.step_ms is None else fields.step_ms / 1000
+    def extended(self, fields: Extension, now: SessionSettings) -> SessionSettings:
+        """The settings after an update of our own fields."""
+        given = fields.model_fields_set
+        if "step_ms" in given:
+            step_ms = fields.step_ms
+            step_s = self.default.step_s if step_ms is None else step_ms / 1000
+            now = replace(now, step_s=step_s)
+        return replace(now, view=fields.view) if "view" in given else now
 
     def described(self, settings: SessionSettings, session_id: str, beta: bool) -> dict[str, Any]:
         """The session as OpenAI's API shows it."""
@@ -223,7 +229,7 @@ class SettingsParser:
             "id": session_id,
             "object": "realtime.transcription_session",
             "include": None,
-            EXTENSION: {"step_ms": round(settings.step_s * 1000)},
+            EXTENSION: {"step_ms": round(settings.step_s * 1000), "view": settings.view},
         }
         if beta:
             return shared | {

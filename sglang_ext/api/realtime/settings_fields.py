@@ -79,12 +79,21 @@ class NoiseReduction(BaseModel):
     )
 
 
+VIEW_NAME = r"[A-Za-z0-9_-]{16,64}"
+"""What a session's view may be called: who knows the name may watch."""
+
+
 class Extension(BaseModel):
     """What OpenAI's API lacks."""
 
     model_config = ConfigDict(strict=True)
 
     step_ms: _Milliseconds | None = Field(None, ge=100, le=5000)
+    view: Text | None = Field(
+        None,
+        pattern=f"^{VIEW_NAME}$",
+        description="16 to 64 letters, digits, - and _, chosen at random, or null",
+    )
 
 
 Given = dict[str, tuple[str, Any]]

@@ -143,7 +143,9 @@ class TranslationParser(SettingsParser):
     def _with_extension(self, given: Given, now: TranslationSettings) -> TranslationSettings:
         for path, value in given.values():
             fields = checked(TranslationExtension, value or {}, path)
-            now = replace(now, step_s=self._step_s(fields, now))
+            made = self.extended(fields, now)
+            assert isinstance(made, TranslationSettings)
+            now = made
             for name in ("finished_only", "mask", "beta", "transcription_events"):
                 if name in fields.model_fields_set:
                     found = getattr(fields, name)
