@@ -118,9 +118,14 @@ class Transcript:
         if part == self._part:
             self._said += text
             return text
-        space = "" if self._part is None else space_before(text)
+        space = self.space(part, text)
         self._part, self._said = part, text
         return space + text
+
+    def space(self, part: object, text: str) -> str:
+        """The space between what was said and a text that follows it in a part."""
+        follows = part == self._part or self._part is None
+        return "" if follows else space_before(text)
 
     def shown(self, part: object, text: str, final: bool) -> str:
         """What is new of a part, given all of it.

@@ -189,9 +189,10 @@ class TranslationSession:
         delta = self._output.shown(translated.index, translated.stable, translated.final)
         if delta:
             self._send(transcript_event("output", delta, elapsed, **place))
+        rest = "" if translated.final else translated.unstable
         tail = event(
             OUTPUT_TAIL,
-            text="" if translated.final else translated.unstable,
+            text=self._output.space(translated.index, rest) + rest,
             source=translated.source,
             elapsed_ms=elapsed,
             final=translated.final,

@@ -180,11 +180,14 @@ def test_what_is_not_settled_is_told_apart_and_what_is_stays(engine, text_server
         wire.close()
         assert not wire.of(INPUT)  # nobody asked
         shown, tails = "", []
+        said = "ALPHA BRAVO CHARLIE DELTA ECHO. FOXTROT GOLF HOTEL INDIA JULIETT."
         for event in wire.told:
             if event["type"] == OUTPUT:
                 shown += event["delta"]
             elif event["type"] == OUTPUT_TAIL:
-                assert shown.endswith(event["source"].upper().removesuffix(event["text"]).strip())
+                # What is shown is the deltas and the tail behind them, spaces included.
+                assert (shown + event["text"]).endswith(event["source"].upper())
+                assert said.startswith(shown + event["text"])
                 tails.append(event)
         assert [t["final"] for t in tails].count(True) == 2
         assert all(t["text"] == "" for t in tails if t["final"])
