@@ -13,10 +13,17 @@ that the file route has and a stream has nothing for. errors: error events and f
 silence_words: invented in a silence. bad_input_failures: wrong clients that got neither an error
 nor a reason, while a stream went on. closed_frees_s: from a closed socket to no request running.
 
-    python -m scripts.bench_live [--model M] [--draft D|none] [--audio DIR] [--streams 1,8]
-        [--step-ms 500] [--quick] [--json FILE]
+Translation (scripts/lib/live_translations.py): the clips as one recording, once with what is not
+settled and once with finished sentences only. ne_live, ne_live_finished: normalized erasure of what
+was shown; longyaal_s, longyaal_finished_s: LongYAAL, computation included; translated_words.
+session_differences: sentences whose words are not those that the session route gives for the same
+updates; translation_errors: error events.
+
+    python -m scripts.bench_live [--model M] [--draft D|none] [--translate-model T|none]
+        [--language L] [--audio DIR] [--streams 1,8] [--step-ms 500] [--quick] [--json FILE]
 """
 
+import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
@@ -37,14 +44,17 @@ from scripts.lib.live_client import (
     wire_bytes,
 )
 from scripts.lib.live_hostile import Hostile
+from scripts.lib.live_translations import long_yaal, session_differences, translated
 from scripts.lib.server import Server
 from scripts.lib.word_errors import WordErrors
-from scripts.speech_data import FOLDER, Clip, encode, read_clips
+from scripts.speech_data import FOLDER, Clip, encode, joined, read_clips
 
 KEY = "live"
 ONE_SECOND_MS = 1000
 CLIPS, QUICK_CLIPS = 10, 3
 SILENCE_S, QUICK_SILENCE_S = 600.0, 20.0
+PAUSE_S = 0.8
+MOST_NE = 0.2
 
 
 @dataclass(frozen=True)
@@ -128,10 +138,67 @@ class Bench:
         return models["data"][0]["id"]
 
 
+class TranslationBench:
+    """Translated streams of a Whisper server.
+
+    Args:
+        text: the server that translates.
+        language: to translate into.
+    """
+
+    def __init__(self, whisper: Server, text: Server, language: str, step_ms: int):
+        self._url, self._text_url = whisper.base_url, text.base_url
+        self._language = language
+        self._step_ms = step_ms
+
+    def measured(self, clips: Sequence[Clip]) -> dict[str, float]:
+        """All figures of translations of the clips, one behind the other."""
+        clip, segments = joined(clips, 24_000, PAUSE_S)
+        figures: dict[str, float] = {"session_differences": 0, "translation_errors": 0}
+        for suffix, finished in (("", False), ("_finished", True)):
+            session = {
+                "audio": {
+                    "input": {"transcription": {"language": "en"}},
+                    "output": {"language": self._language},
+                },
+                "sglang_ext": {"finished_only": finished, "step_ms": self._step_ms},
+            }
+            run = asyncio.run(translated(self._url, KEY, clip, session))
+            settings = {
+                "source_language": "en",
+                "target_language": self._language,
+                "append_only": True,
+            }
+            different = session_differences(self._text_url, KEY, run, settings)
+            for message in (*run.errors, *different):
+                print("failed:", message)
+            figures["session_differences"] += len(different)
+            figures["translation_errors"] += len(run.errors)
+            figures[f"ne_live{suffix}"] = run.erasure.value
+            figures[f"longyaal{suffix}_s"] = long_yaal(run.words, segments, clip.seconds)
+            figures[f"translated_words{suffix}"] = len(run.words)
+        return figures
+
+    @staticmethod
+    def failed(figures: dict[str, float]) -> bool:
+        """Whether a figure is beyond its limit."""
+        return bool(
+            figures["session_differences"]
+            or figures["translation_errors"]
+            or figures["ne_live"] > MOST_NE
+            or figures["ne_live_finished"]
+            or not figures["translated_words"]
+        )
+
+
 def main() -> int:
     args = parser(__doc__, model=False)
     args.add_argument("--model", metavar="M", help="[whisper-base; --quick: whisper-tiny.en]")
     args.add_argument("--draft", metavar="D", help="[whisper-tiny.en; --quick: none]")
+    args.add_argument(
+        "--translate-model", default="smollm2-135m-instruct", metavar="T", help="[%(default)s]"
+    )
+    args.add_argument("--language", default="fr", metavar="L", help="[%(default)s]")
     args.add_argument("--audio", type=Path, default=FOLDER, metavar="DIR", help="[%(default)s]")
     args.add_argument("--streams", default="1,8", metavar="N,N", help="at once [%(default)s]")
     args.add_argument("--step-ms", type=int, default=500, metavar="MS", help="[%(default)s]")
@@ -149,9 +216,30 @@ def main() -> int:
         bench = Bench(server, clips)
         silence_s = QUICK_SILENCE_S if options.quick else SILENCE_S
         figures = asyncio.run(measured(bench, counts, options.step_ms, silence_s))
-    report(figures, options.json)
     wrong = ("delta_mismatches", "errors", "lost_words", "silence_words", "bad_input_failures")
-    return int(any(figures[name] for name in wrong) or not figures["words_timed"])
+    failed = any(figures[name] for name in wrong) or not figures["words_timed"]
+    if options.translate_model != "none":
+        made = translations(options, model, flags, clips)
+        figures |= made
+        failed |= TranslationBench.failed(made)
+    report(figures, options.json)
+    return int(failed)
+
+
+def translations(
+    options: argparse.Namespace, model: str, flags: Sequence[str], clips: Sequence[Clip]
+) -> dict[str, float]:
+    """The figures of live translation.
+
+    Args:
+        flags: of the Whisper server.
+    """
+    ssbd = ["--speculative-algorithm", "SSSD", "--drafters", "ssbd", "--api-key", KEY]
+    with Server(options.translate_model, ssbd, name="text") as text:
+        more = ["--translate-with", text.base_url, "--translate-key", KEY]
+        with Server(model, [*flags, *more], name="live") as whisper:
+            bench = TranslationBench(whisper, text, options.language, options.step_ms)
+            return bench.measured(clips)
 
 
 async def measured(

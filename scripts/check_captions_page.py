@@ -30,9 +30,10 @@ from scripts.lib.http_client import HTTP
 from scripts.lib.live_client import FORMATS, stream
 from scripts.lib.server import Server
 from scripts.lib.word_errors import WordErrors
-from scripts.speech_data import FOLDER, Clip, read_clips
+from scripts.speech_data import FOLDER, Clip, joined, read_clips
 
 RATE = 48_000
+PAUSE_S = 0.8  # behind each clip
 LEAD_S = 2.0  # before the clip, for the browser to begin
 ANSWER_S = 180.0
 CLIPS, QUICK_CLIPS = 4, 2
@@ -50,7 +51,7 @@ def main() -> int:
     args.add_argument("--screenshots", type=Path, metavar="DIR", help="write them here")
     options = args.parse_args()
     clips = [clip for clip in read_clips(options.audio) if clip.reference]
-    clip = joined(clips[: QUICK_CLIPS if options.quick else CLIPS])
+    clip, _ = joined(clips[: QUICK_CLIPS if options.quick else CLIPS], RATE, PAUSE_S)
     with served(options) as url:
         live = asyncio.run(stream(url, "none", clip, FORMATS[0], 1000))
         lead = np.zeros((1, round(LEAD_S * RATE)), np.float32)
@@ -73,14 +74,6 @@ def main() -> int:
             figures.get(name, 0) for name in ("other_hosts", "serious_problems", "srt_words_lost")
         )
     )
-
-
-def joined(clips: list[Clip]) -> Clip:
-    """The clips with pauses of 0.8 s between them, as one."""
-    pause = np.zeros(round(0.8 * RATE), np.float32)
-    parts = [part for clip in clips for part in (clip.mono(RATE), pause)]
-    said = " ".join(clip.reference or "" for clip in clips)
-    return Clip("joined", np.concatenate(parts)[None], RATE, said)
 
 
 @contextlib.contextmanager

@@ -280,6 +280,18 @@ class Options:
         low=0.1,
         high=5.0,
     )
+    translate_with: str = _option(
+        "",
+        "text server (`--drafters ssbd`) that translates live speech, `http://HOST:PORT`; empty: "
+        "nothing is translated",
+        pattern=r"|https?://[^\s/]+(?:/[^\s]*)?",
+        expected="http://HOST:PORT",
+    )
+    translate_key: str = _option(
+        "",
+        "API key of the `--translate-with` server. Set it in the environment, other users see "
+        "command lines",
+    )
     audio_decoders: int = _option(
         4, "processes that decode what clients send as audio", low=1, high=256
     )

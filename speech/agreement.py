@@ -25,13 +25,17 @@ _SENTENCE_END = re.compile("(?:^|[^.])[.!?。\uff01\uff1f؟।][\"'”\u2019»)\
 _ABBREVIATION = re.compile(r"(?:[^\W\d]\.)+|(?:mr|mrs|ms|dr|st|prof|jr|sr|vs|gen|sen|rep)\.", re.I)
 
 
+def space_before(text: str) -> str:
+    """The space between what was said and this text behind it: none where its script has none."""
+    return "" if not text or _STARTS_UNSPACED.match(text) else " "
+
+
 def split_words(text: str) -> list[str]:
     """The words of a text, each with the white space before it; a first one gets a space, too.
 
     Where a script has no spaces, a word is a character with its marks and punctuation.
     """
-    if text and not _STARTS_UNSPACED.match(text):
-        text = " " + text
+    text = space_before(text) + text
     return _WORD.findall(text)
 
 

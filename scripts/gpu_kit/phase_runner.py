@@ -44,9 +44,7 @@ def run(kit: Kit, phases: Sequence[str], seconds: float) -> bool:
     Raises:
         ValueError: a phase has none of the kit's chosen parts.
     """
-    for phase in phases:
-        if not _parts(kit, phase):
-            raise ValueError(f"--parts: phase {phase} has none of them, but {PARTS[phase]}")
+    _check_parts(kit, phases)
     end = time.monotonic() + seconds
     lines = kit.lines()
     before = lines.ended()
@@ -90,6 +88,12 @@ def run(kit: Kit, phases: Sequence[str], seconds: float) -> bool:
         following.drop()
     ended = lines.ended()
     return all(ended.get(phase) == PASSED for phase in phases)
+
+
+def _check_parts(kit: Kit, phases: Sequence[str]) -> None:
+    for phase in phases:
+        if not _parts(kit, phase):
+            raise ValueError(f"--parts: phase {phase} has none of them, but {PARTS[phase]}")
 
 
 def _parts(kit: Kit, phase: str) -> list[tuple[str, str]]:

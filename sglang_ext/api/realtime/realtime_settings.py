@@ -71,6 +71,7 @@ class SessionSettings:
         prompt: names and words that may come up.
         turn_detection: None: the client commits.
         step_s: seconds of new audio after which it is transcribed again.
+        view: the name under which others may watch; None: nobody may.
         least_probability: of speech, where there is no turn detection.
     """
 
@@ -80,6 +81,7 @@ class SessionSettings:
     turn_detection: TurnDetection | None = TurnDetection()
     step_s: float = 1.0
     least_probability: float = 0.5
+    view: str | None = None
 
     @property
     def threshold(self) -> float:
@@ -129,16 +131,29 @@ class SettingsParser:
         beta = event["type"] == BETA
         given = beta_fields(session) if beta else ga_fields(session)
         check_include(session)
+        for name, (path, value) in given.items():
+            now = self.field("beta_format" if beta and name == "format" else name, value, path, now)
+        return now
+
+    def field(self, name: str, value: Any, path: str, now: SessionSettings) -> SessionSettings:
+        """The settings, of the same class, after the update of one field.
+
+        Args:
+            name: of session.audio.input, or EXTENSION.
+            path: where it stood.
+
+        Raises:
+            ApiError: it is wrong; what was expected.
+        """
         takes: dict[str, Callable[[Any, str, SessionSettings], SessionSettings]] = {
-            "format": self._beta_format if beta else self._format,
+            "beta_format": self._beta_format,
+            "format": self._format,
             "transcription": self._transcription,
             "turn_detection": self._turn_detection,
             "noise_reduction": _noise_reduction,
             EXTENSION: self._extension,
         }
-        for name, (path, value) in given.items():
-            now = takes[name](value, path, now)
-        return now
+        return takes[name](value, path, now)
 
     def _beta_format(self, value: Any, path: str, now: SessionSettings) -> SessionSettings:
         if value is None:
@@ -190,9 +205,16 @@ class SettingsParser:
         return replace(now, turn_detection=replace(before, **taken))
 
     def _extension(self, value: Any, path: str, now: SessionSettings) -> SessionSettings:
-        fields = checked(Extension, value or {}, path)
-        step_s = self.default.step_s if fields.step_ms is None else fields.step_ms / 1000
-        return replace(now, step_s=step_s)
+        return self.extended(checked(Extension, value or {}, path), now)
+
+    def extended(self, fields: Extension, now: SessionSettings) -> SessionSettings:
+        """The settings after an update of our own fields."""
+        given = fields.model_fields_set
+        if "step_ms" in given:
+            step_ms = fields.step_ms
+            step_s = self.default.step_s if step_ms is None else step_ms / 1000
+            now = replace(now, step_s=step_s)
+        return replace(now, view=fields.view) if "view" in given else now
 
     def described(self, settings: SessionSettings, session_id: str, beta: bool) -> dict[str, Any]:
         """The session as OpenAI's API shows it."""
@@ -207,7 +229,7 @@ class SettingsParser:
             "id": session_id,
             "object": "realtime.transcription_session",
             "include": None,
-            EXTENSION: {"step_ms": round(settings.step_s * 1000)},
+            EXTENSION: {"step_ms": round(settings.step_s * 1000), "view": settings.view},
         }
         if beta:
             return shared | {

@@ -48,6 +48,11 @@ class Turn:
         return self._frames / FRAMES_PER_SECOND
 
     @property
+    def language(self) -> str | None:
+        """What it is spoken in, an ISO code; None: that is not known yet."""
+        return self.settings.language if self.decoder is None else self.decoder.language
+
+    @property
     def error(self) -> ApiError | None:
         """Why some of it is missing, once all is transcribed; None: nothing is."""
         if not self.recognizer.lost_s or self.decoder is None:

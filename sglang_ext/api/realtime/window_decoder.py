@@ -57,7 +57,8 @@ class WindowDecoder:
         self._settings = settings
         self._before = before
         self._params = params
-        self._language = settings.language
+        self.language = settings.language
+        """ISO code; None: it was not detected yet."""
         self.error: ApiError | None = None
         """Why the last window that failed did."""
 
@@ -80,8 +81,8 @@ class WindowDecoder:
         chunk = single_chunk(window.samples, window.probabilities, options)
         if chunk is None:
             return []
-        if self._language is None:
-            self._language = await self._engine.detect_language(chunk, self._params)
+        if self.language is None:
+            self.language = await self._engine.detect_language(chunk, self._params)
         said = f"{self._before}{window.prompt}".strip()
         request = _WindowRequest(
             prompt=f"{self._settings.prompt} {said}".strip(),
@@ -91,7 +92,7 @@ class WindowDecoder:
         )
         deltas: Deltas = asyncio.Queue()
         result = await ChunkDecoder(self._engine, request, None).decode(
-            chunk, self._language, deltas
+            chunk, self.language, deltas
         )
         return [Span(s.start, s.end, s.text) for s in result.segments]
 

@@ -19,13 +19,13 @@ from scripts.gpu_kit.attention_checks import RELATIVE_ERROR, Verify
 from scripts.gpu_kit.checkpoint import SHAPES, lag_vectors, rope_angles, write
 from scripts.gpu_kit.engine import COMMON, gpu_flags
 from scripts.gpu_kit.kit import Kit, Part
+from scripts.gpu_kit.kit_tables import report
 from scripts.gpu_kit.lines import FAILED, NAME, PASSED, Lines
 from scripts.gpu_kit.phases.latency import summary
 from scripts.gpu_kit.phases.lossless import feature_of
 from scripts.gpu_kit.phases.sampling import filtered
 from scripts.gpu_kit.planted import with_wrong_tokens
 from scripts.gpu_kit.probe import compress_trace
-from scripts.gpu_kit.report import report
 from scripts.gpu_kit.ties import first_difference, judge, ulp
 from scripts.gpu_kit.unpack import unpack
 from sglang_ext.servers import processes

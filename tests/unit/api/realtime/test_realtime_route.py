@@ -243,7 +243,7 @@ def test_both_shapes_of_settings_are_taken_kept_and_shown(engine):
         assert given["format"] == {"type": "audio/pcm", "rate": 24_000}
         assert given["transcription"] == {"model": "fake", "language": None, "prompt": "Ask"}
         assert given["turn_detection"]["silence_duration_ms"] == 900
-        assert shown["sglang_ext"] == {"step_ms": 500}
+        assert shown["sglang_ext"] == {"step_ms": 500, "view": None}
         wire.say(WORDS[:2], 1.5)
         wire.until(COMPLETED)
     assert engine.detected == 1 and "Ask" in engine.calls[0][1]

@@ -1,6 +1,6 @@
 """Tables of what runs of the kit measured.
 
-    python -m scripts.gpu_kit.report docs/measured/gpu_h200.jsonl
+    python -m scripts.gpu_kit.kit_tables docs/measured/gpu_h200.jsonl
 
 Reads lines of gpu_kit.jsonl, of one run or of several, one behind the other; where a case is there
 twice the later one counts.
@@ -17,7 +17,7 @@ Line = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.gpu_kit.report", description=__doc__,
+        prog="python -m scripts.gpu_kit.kit_tables", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("files", type=Path, nargs="+", help="gpu_kit.jsonl of one or several runs")
