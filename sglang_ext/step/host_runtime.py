@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from sglang_ext.budget.held_up import HeldUp
 from sglang_ext.cpu.heap_trim import HeapTrim
 from sglang_ext.cpu.linear import packed_product
 from sglang_ext.mirror.early_exit import open_exit
@@ -56,6 +57,7 @@ class HostRuntime(StepRuntime):
         self._planner = planner
         self._guard = LogitsGuard(self._runner.sampler)
         self._heap = HeapTrim()
+        self._held_up = HeldUp()
         self.prefills = HostPrefill(target, planner, drafts)
 
     @staticmethod
@@ -110,11 +112,13 @@ class HostRuntime(StepRuntime):
     def passing(self, step: Step, read: float) -> Iterator[None]:
         """Time the pass from `step.started` on, and have drafters told of its early exit."""
         tokens = len(step.batch.input_ids)
-        exits, ragged = self._exits, self._ragged and step.width > 1
-        with nullcontext() if exits is None else exits.watching(step, ragged):
+        exits, verify = self._exits, step.width > 1
+        began, cpu = time.perf_counter(), time.process_time()
+        with nullcontext() if exits is None else exits.watching(step, self._ragged and verify):
             yield
-        seconds = time.perf_counter() - step.started
-        self._planner.note_step(tokens, seconds, read, step.width > 1)
+        end = time.perf_counter()
+        held_up = self._held_up.note(end - began, time.process_time() - cpu, verify)
+        self._planner.note_step(tokens, end - step.started, read, verify, held_up)
 
     def rows_of_nodes(
         self, step: Step, verify: VerifyTensors, output: "LogitsProcessorOutput"

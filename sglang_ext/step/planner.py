@@ -303,17 +303,20 @@ class DraftPlanner:
             read += self.cost.node_reads * r.context * len(tree)
         return read
 
-    def note_step(self, tokens: int, seconds: float, read: float, verify: bool = False) -> None:
+    def note_step(
+        self, tokens: int, seconds: float, read: float, verify: bool = False, held_up: bool = False
+    ) -> None:
         """A forward pass over `tokens` tokens, and all that belongs to it, took `seconds`.
 
         Args:
             read: what `reads` says of it.
             verify: whether it verified drafts; else it was a plain step.
+            held_up: whether something else had its processors meanwhile.
         """
         if self.metrics is not None:
             self.metrics.note_step("verify" if verify else "plain", seconds)
         if self.cost is not None:
-            self.cost.observe(tokens, seconds, verify, read)
+            self.cost.observe(tokens, seconds, verify, read, held_up)
         if self._ration is not None:
             self._ration.note_step(seconds)
 
