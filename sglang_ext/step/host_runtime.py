@@ -10,7 +10,7 @@ import torch
 
 from sglang_ext.cpu.heap_trim import HeapTrim
 from sglang_ext.cpu.linear import packed_product
-from sglang_ext.mirror.early_exit import open_exit
+from sglang_ext.mirror.early_exit import Look, open_exit
 from sglang_ext.options import Options
 from sglang_ext.step.exit_views import ExitViews
 from sglang_ext.step.host_prefill import HostPrefill
@@ -111,9 +111,11 @@ class HostRuntime(StepRuntime):
         """Time the pass from `step.started` on, and have drafters told of its early exit."""
         tokens = len(step.batch.input_ids)
         exits, ragged = self._exits, self._ragged and step.width > 1
-        with nullcontext() if exits is None else exits.watching(step, ragged):
+        with nullcontext(Look()) if exits is None else exits.watching(step, ragged) as look:
             yield
         seconds = time.perf_counter() - step.started
+        if look.reached_at is not None:
+            self._planner.note_exit(look.reached_at - step.started, look.seconds)
         self._planner.note_step(tokens, seconds, read, step.width > 1)
 
     def rows_of_nodes(
