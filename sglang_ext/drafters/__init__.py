@@ -210,6 +210,13 @@ class Drafter(ABC):
         """
         return overrides(self, Drafter.early_exit)
 
+    def wants_early_exit(self, request: DraftRequest) -> bool:
+        """Whether `early_exit` is to be called for this request, asked in each step; default: yes.
+
+        A pass in which no request wants it computes none.
+        """
+        return True
+
     def bias(self, request: DraftRequest) -> Bias | None:
         """Say what the request's next tokens are biased to; None: nothing.
 

@@ -11,7 +11,7 @@ import torch
 from sglang_ext.budget.held_up import HeldUp
 from sglang_ext.cpu.heap_trim import HeapTrim
 from sglang_ext.cpu.linear import packed_product
-from sglang_ext.mirror.early_exit import open_exit
+from sglang_ext.mirror.early_exit import Look, open_exit
 from sglang_ext.options import Options
 from sglang_ext.step.exit_views import ExitViews
 from sglang_ext.step.host_prefill import HostPrefill
@@ -114,10 +114,13 @@ class HostRuntime(StepRuntime):
         tokens = len(step.batch.input_ids)
         exits, verify = self._exits, step.width > 1
         began, cpu = time.perf_counter(), time.process_time()
-        with nullcontext() if exits is None else exits.watching(step, self._ragged and verify):
+        watched = exits.watching(step, self._ragged and verify) if exits else nullcontext(Look())
+        with watched as look:
             yield
         end = time.perf_counter()
         held_up = self._held_up.note(end - began, time.process_time() - cpu, verify)
+        if look.reached_at is not None:
+            self._planner.note_exit(look.reached_at - step.started, look.seconds)
         self._planner.note_step(tokens, end - step.started, read, verify, held_up)
 
     def rows_of_nodes(

@@ -25,6 +25,8 @@ _STEP_KINDS = {
     "verify": "Steps that verified drafts.",
     "draft": "Drafting for a batch.",
     "known": "Decode steps whose tokens the prefill had shown.",
+    "before_exit": "Of passes with an early exit, from the step's start to the exit.",
+    "early_exit": "Early exits: what the target is likely to say, computed and told to drafters.",
     "prefill": "The target's passes over prompts, its encoder included.",
     "prefill_decoder": "An encoder-decoder target's decoder in these passes, without the encoder's "
     "K and V.",

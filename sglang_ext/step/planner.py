@@ -320,6 +320,12 @@ class DraftPlanner:
         if self._ration is not None:
             self._ration.note_step(seconds)
 
+    def note_exit(self, before_s: float, answer_s: float) -> None:
+        """A pass came to its early exit after `before_s` seconds, which took `answer_s`."""
+        if self.metrics is not None:
+            self.metrics.note_step("before_exit", before_s)
+            self.metrics.note_step("early_exit", answer_s)
+
     def observe(
         self,
         running: Sequence[RunningRequest],
