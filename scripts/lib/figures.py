@@ -26,11 +26,14 @@ def parser(description: str | None, *, model: bool = True) -> argparse.ArgumentP
     return made
 
 
-def report(figures: Mapping[str, float], path: Path | None) -> None:
+def report(figures: Mapping[str, float], path: Path | None) -> dict[str, float]:
     """Print the figures, and write {"figures": {...}} to `path`.
 
     Where it is known, `foreign_cpu_percent` and `steal_percent` are added: what other programs and
     the host of a virtual machine took of the processors since `parser`.
+
+    Returns:
+        All of them.
     """
     others = _others()
     known = dict(figures) | (_percent(others) if others is not None else {})
@@ -41,6 +44,7 @@ def report(figures: Mapping[str, float], path: Path | None) -> None:
         print(f"disturbed: {others}; times of this run say as much about them")
     if path is not None:
         path.write_text(json.dumps({"figures": known}, indent=2) + "\n")
+    return known
 
 
 def _others() -> Shares | None:

@@ -149,7 +149,8 @@ class Measurement:
             cpu_s=sum(cpu) if cpu and len(cpu) == len(self._cpu) else None,
             memory_mb=self._server.memory_mb(), verify_width=width,
             accept_length=accept_length(good), error=error,
-            foreign_share=others and others.foreign, stolen_share=others and others.stolen,
+            foreign_share=None if others is None else others.foreign,
+            stolen_share=None if others is None else others.stolen,
         )  # fmt: skip
         requests = [_request(self._repeat, self.point, a, ratios.get(a.id, {})) for a in answers]
         return result, requests if error is None else []

@@ -104,7 +104,7 @@ class Run:
             known["cpu_s_per_1k_tokens"] = 1e3 * point.cpu_s / point.output_tokens
         if (others := point.others) is not None:
             known["steal_percent"] = 100.0 * others.stolen
-            known["foreign_cpu_percent"] = others.foreign and 100.0 * others.foreign
+            known["foreign_cpu_percent"] = None if others.foreign is None else 100 * others.foreign
         for name in LATENCIES:
             known |= _statistics(name, self._intervals if name == "itl" else [self._seconds[name]])
         for name, scale in QUALITIES.items():
