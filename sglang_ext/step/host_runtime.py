@@ -109,12 +109,13 @@ class HostRuntime(StepRuntime):
     @contextmanager
     def passing(self, step: Step, read: float) -> Iterator[None]:
         """Time the pass from `step.started` on, and have drafters told of its early exit."""
+        step.counted = self._planner.take_counted()
         tokens = len(step.batch.input_ids)
         exits, ragged = self._exits, self._ragged and step.width > 1
         with nullcontext() if exits is None else exits.watching(step, ragged):
             yield
         seconds = time.perf_counter() - step.started
-        self._planner.note_step(tokens, seconds, read, step.width > 1)
+        self._planner.note_step(tokens, seconds, read, step.width > 1, step.counted)
 
     def rows_of_nodes(
         self, step: Step, verify: VerifyTensors, output: "LogitsProcessorOutput"
@@ -145,7 +146,7 @@ class HostRuntime(StepRuntime):
             # A sampled node is one on an accepted path; greedily, every node has its token.
             said = accepted.predict.numpy().reshape(step.packed.tokens.shape)
         index = accepted.accept_index.numpy()
-        self._planner.observe(step.running, step.trees, step.packed, index, said)
+        self._planner.observe(step.running, step.trees, step.packed, index, said, step.counted)
         self._planner.note_relaxed(accepted.relaxed)
 
     def launched(self, step: Step, accepted: Accepted, result: StepResult) -> None:
