@@ -14,6 +14,8 @@ from sglang_ext.block_drafter.drafter_manifest import is_drafter_folder
 from sglang_ext.servers.flag_names import flags_of
 
 ENV_PREFIX = "SGLANG_EXT_"
+AUTO = "auto"
+"""A server's drafter of this name: what pays, by request."""
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _HEADER_NAME = r"[A-Za-z0-9-]*"
@@ -34,8 +36,9 @@ class Options:
 
     drafter: str = _option(
         "",
-        "drafter of requests that name none: `sssd`, `specasr`, an installed plugin's name, or "
-        "`none` for plain decoding; empty: `specdec` or `specasr` where the draft model is "
+        "drafter of requests that name none: `sssd`, `specasr`, an installed plugin's name, "
+        "`none` for plain decoding, or `auto` for what pays on each namespace's traffic: `sssd`, "
+        "`specdec` or both together; empty: `specdec` or `specasr` where the draft model is "
         "theirs, else `sssd`",
     )
     drafters: str = _option(
@@ -342,10 +345,16 @@ class Options:
         return cls(**values)
 
     @property
+    def chooses_drafters(self) -> bool:
+        """Whether the drafters of requests that name none are chosen by what they gain."""
+        return self.drafter == AUTO
+
+    @property
     def default_drafter(self) -> str:
-        """The drafter of requests that name none."""
-        if self.drafter or not self.draft_model:
-            return self.drafter or "sssd"
+        """The drafter of requests that name none and for which none is chosen."""
+        named = "" if self.chooses_drafters else self.drafter
+        if named or not self.draft_model:
+            return named or "sssd"
         return "specdec" if is_drafter_folder(self.draft_model) else "specasr"
 
     def loaded_drafters(self) -> list[str]:

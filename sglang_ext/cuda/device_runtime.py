@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
 
+    from sglang_ext.step.drafter_choice import CountedStep
     from sglang_ext.step.planner import DraftPlanner
     from sglang_ext.step.request_table import RunningRequest
 
@@ -43,6 +44,7 @@ class _LaunchedTrees:
     Attributes:
         greedy: whether every node has the target's token, not only the accepted ones.
         result: whose `learned` comes to the host.
+        counted: what is measured of drafters that were chosen; None: nothing.
     """
 
     running: "Sequence[RunningRequest]"
@@ -50,6 +52,7 @@ class _LaunchedTrees:
     packed: PackedTrees
     greedy: bool
     result: StepResult
+    counted: "CountedStep | None"
 
 
 class DeviceRuntime(StepRuntime):
@@ -108,7 +111,12 @@ class DeviceRuntime(StepRuntime):
             said, index = np.hsplit(launched.result.learned.numpy(), 2)
             predicted = said if launched.greedy else None
             self._planner.observe(
-                launched.running, launched.trees, launched.packed, index, predicted
+                launched.running,
+                launched.trees,
+                launched.packed,
+                index,
+                predicted,
+                launched.counted,
             )
             self._planner.note_relaxed(launched.result.relaxed)
         self.note_ended()
@@ -135,10 +143,11 @@ class DeviceRuntime(StepRuntime):
     def passing(self, step: Step, read: float) -> Iterator[None]:
         """Time the pass by events, on the graph of its width."""
         width = step.width
+        step.counted = counted = self._planner.take_counted()
         tokens = self._padded_batch(len(step.batch.reqs)) * width
 
         def note(seconds: float) -> None:
-            self._planner.note_step(tokens, seconds, read, width > 1)
+            self._planner.note_step(tokens, seconds, read, width > 1, counted)
 
         self._clock.begin()
         with self._at_width(width):
@@ -171,7 +180,9 @@ class DeviceRuntime(StepRuntime):
         """Have what the step shows come to the host with the readback of `result`."""
         result.learned = accepted.learned
         greedy = step.batch.sampling_info.is_all_greedy
-        self._to_learn = _LaunchedTrees(step.running, step.trees, step.packed, greedy, result)
+        self._to_learn = _LaunchedTrees(
+            step.running, step.trees, step.packed, greedy, result, step.counted
+        )
 
     def clear(self) -> None:
         """Forget running requests, and what is still to be learned of them."""

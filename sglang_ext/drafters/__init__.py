@@ -42,6 +42,8 @@ class DraftRequest:
             None for a request of text.
         state: whatever the drafter wants to keep with the request; None at first.
         options: what of `custom_params` all drafters read alike: namespace, ingest and others.
+        retrieve: whether SSSD is to draft beside a drafter that can have it do so, by the server's
+            choice for this request (`--drafter auto`); None: as the drafter's own options say.
     """
 
     rid: str
@@ -51,6 +53,7 @@ class DraftRequest:
     features: "torch.Tensor | None" = None
     state: Any = None
     options: RequestOptions = field(default_factory=RequestOptions)
+    retrieve: bool | None = None
 
     @property
     def deletion_name(self) -> str:

@@ -65,6 +65,8 @@ class BlockOptions(DrafterOptions):
 @dataclass
 class _State:
     options: BlockOptions
+    retrieves: bool
+    """Whether SSSD drafts too."""
     memory: SourceMemory | None = None
     """The encoded source; None: not yet."""
     retrieved: DraftRequest | None = None
@@ -144,7 +146,7 @@ class BlockDrafter(Drafter):
     def prefill(self, requests: Sequence[DraftRequest]) -> None:
         """Encode the sources of all, in one pass."""
         for request in requests:
-            request.state = _State(self._options(request))
+            request.state = self._opened(request)
         self._encode(requests)
 
     def prefill_draft(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
@@ -155,14 +157,14 @@ class BlockDrafter(Drafter):
     def start(self, request: DraftRequest) -> None:
         """Take up a request; one that no prefill was told of is encoded in its first step."""
         if request.state is None:
-            request.state = _State(self._options(request))
+            request.state = self._opened(request)
 
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         """A tree for each, of one decoder pass for all; with SSSD's nodes where it is asked too."""
         self._encode([r for r in requests if self._state(r).memory is None])
         branches = [self._state(r).options.branches or self._choices for r in requests]
         trees = self._drafted(requests, max_nodes, branches)
-        rows = [i for i, r in enumerate(requests) if self._asks_retrieval(self._state(r))]
+        rows = [i for i, r in enumerate(requests) if self._state(r).retrieves]
         if rows:
             found = self._retrieval.propose([self._retrieved(requests[i]) for i in rows], max_nodes)
             for i, tree in zip(rows, found, strict=True):
@@ -216,6 +218,11 @@ class BlockDrafter(Drafter):
         known = [token for token in given if token < self._manifest.vocab_size]
         return np.array(known[-rule.most_tokens :], dtype=np.int32)
 
+    def _opened(self, request: DraftRequest) -> _State:
+        options = self._options(request)
+        said = (options.retrieve, request.retrieve, self._retrieves)
+        return _State(options, next(given for given in said if given is not None))
+
     def _options(self, request: DraftRequest) -> BlockOptions:
         try:
             return BlockOptions.parse(request.params.get(PARAMETER))
@@ -228,10 +235,6 @@ class BlockDrafter(Drafter):
     def _state(request: DraftRequest) -> _State:
         state: _State = request.state
         return state
-
-    def _asks_retrieval(self, state: _State) -> bool:
-        given = state.options.retrieve
-        return self._retrieves if given is None else given
 
     def _retrieved(self, request: DraftRequest) -> DraftRequest:
         state = self._state(request)

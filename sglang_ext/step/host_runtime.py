@@ -111,6 +111,7 @@ class HostRuntime(StepRuntime):
     @contextmanager
     def passing(self, step: Step, read: float) -> Iterator[None]:
         """Time the pass from `step.started` on, and have drafters told of its early exit."""
+        step.counted = self._planner.take_counted()
         tokens = len(step.batch.input_ids)
         exits, verify = self._exits, step.width > 1
         began, cpu = time.perf_counter(), time.process_time()
@@ -121,7 +122,8 @@ class HostRuntime(StepRuntime):
         held_up = self._held_up.note(end - began, time.process_time() - cpu, verify)
         if look.reached_at is not None:
             self._planner.note_exit(look.reached_at - step.started, look.seconds)
-        self._planner.note_step(tokens, end - step.started, read, verify, held_up)
+        seconds = end - step.started
+        self._planner.note_step(tokens, seconds, read, verify, step.counted, held_up)
 
     def rows_of_nodes(
         self, step: Step, verify: VerifyTensors, output: "LogitsProcessorOutput"
@@ -152,7 +154,7 @@ class HostRuntime(StepRuntime):
             # A sampled node is one on an accepted path; greedily, every node has its token.
             said = accepted.predict.numpy().reshape(step.packed.tokens.shape)
         index = accepted.accept_index.numpy()
-        self._planner.observe(step.running, step.trees, step.packed, index, said)
+        self._planner.observe(step.running, step.trees, step.packed, index, said, step.counted)
         self._planner.note_relaxed(accepted.relaxed)
 
     def launched(self, step: Step, accepted: Accepted, result: StepResult) -> None:

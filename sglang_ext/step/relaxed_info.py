@@ -3,7 +3,8 @@
 SGLang sends a request's `customized_info` along with its output: lists with an entry for each
 output token, cut and joined as the tokens of a stream are (`_GenerationStreamAccumulator` in
 managers/scheduler_components/output_streamer.py). Ours is `relaxed_tokens`. What one request has,
-the others that are sent with it get as well, filled with None: that is taken out again.
+the others that are sent with it get as well, filled with None: that is taken out again. Beside them
+travels what was chosen to draft (drafter_info.py).
 """
 
 import logging
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext import sglang_points
 from sglang_ext.sglang_points.hooking import apply_hooks, hook
+from sglang_ext.step.drafter_info import told_drafter
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -46,6 +48,7 @@ def _told(
     *more: Any,
     **named: Any,
 ) -> None:
+    customized_info = told_drafter(meta_info, state, customized_info, index)
     marks = customized_info.get(KEY)
     if marks is not None:
         known = state.customized_info_accumulated
