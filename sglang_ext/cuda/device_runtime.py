@@ -17,6 +17,7 @@ from sglang_ext.cuda.graphs import WidthGraphs
 from sglang_ext.cuda.prefill import DevicePrefill
 from sglang_ext.cuda.warm_up import warm_up
 from sglang_ext.cuda.widths import default_widths
+from sglang_ext.drafters import DrafterError
 from sglang_ext.options import Options
 from sglang_ext.step.runtime import StepRuntime
 from sglang_ext.step.step_plan import Step
@@ -62,11 +63,19 @@ class DeviceRuntime(StepRuntime):
         target: SGLang's worker.
         planner: who learns.
         drafts: whether drafts may be read behind prompts (DevicePrefill).
+
+    Raises:
+        DrafterError: a drafter wants the target's states of prompts.
     """
 
     on_host: ClassVar[bool] = False
 
     def __init__(self, target: "TpModelWorker", planner: "DraftPlanner", drafts: bool) -> None:
+        if any(drafter.prompt_layer for drafter in planner.drafters.values()):
+            raise DrafterError(
+                "a drafter with the target's encoder is served on CPUs alone; train one with "
+                "--encoder own"
+            )
         self._runner = target.model_runner
         self._planner = planner
         self._device = self._runner.device

@@ -16,6 +16,7 @@ from sglang_ext.options import Options
 from sglang_ext.step.exit_views import ExitViews
 from sglang_ext.step.host_prefill import HostPrefill
 from sglang_ext.step.logits_guard import LogitsGuard
+from sglang_ext.step.prompt_states import states_for
 from sglang_ext.step.ragged import (
     can_leave_padding_out,
     leave_padding_out,
@@ -45,7 +46,8 @@ class HostRuntime(StepRuntime):
         drafts: whether drafts may be read behind prompts (HostPrefill).
 
     Raises:
-        ValueError: the variable of HeapTrim is no number.
+        ValueError: the variable of HeapTrim is no number, or a drafter wants states of prompts that
+            cannot be kept.
     """
 
     on_host: ClassVar[bool] = True
@@ -58,7 +60,8 @@ class HostRuntime(StepRuntime):
         self._guard = LogitsGuard(self._runner.sampler)
         self._heap = HeapTrim()
         self._held_up = HeldUp()
-        self.prefills = HostPrefill(target, planner, drafts)
+        self._states = planner.requests.states = states_for(target, planner.drafters.values())
+        self.prefills = HostPrefill(target, planner, drafts, self._states)
 
     @staticmethod
     def first_widths(most: int) -> None:
@@ -112,6 +115,8 @@ class HostRuntime(StepRuntime):
     def passing(self, step: Step, read: float) -> Iterator[None]:
         """Time the pass from `step.started` on, and have drafters told of its early exit."""
         step.counted = self._planner.take_counted()
+        if self._states is not None:
+            self._states.forget(step.batch.out_cache_loc)
         tokens = len(step.batch.input_ids)
         exits, verify = self._exits, step.width > 1
         began, cpu = time.perf_counter(), time.process_time()

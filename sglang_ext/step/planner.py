@@ -212,6 +212,11 @@ class DraftPlanner:
             self.metrics.note_step("prefill", seconds)
             self.metrics.note_step("prefill_decoder", decoder_seconds)
 
+    def note_kept_states(self, seconds: float) -> None:
+        """Keeping the states of a prefill's prompts took `seconds` of it."""
+        if self.metrics is not None:
+            self.metrics.note_step("draft_prefill", seconds)
+
     def finish(self, rid: str) -> None:
         """The request ended."""
         self.requests.finish(rid)

@@ -21,6 +21,7 @@ from sglang_ext.request_options import (
 from sglang_ext.step.asking import AskedDrafter
 from sglang_ext.step.drafter_choice import DrafterChoice, Tally
 from sglang_ext.step.drafter_info import note_drafter
+from sglang_ext.step.prompt_states import KeptStates
 from sglang_ext.whisper.encoder_decoder import audio_features
 
 if TYPE_CHECKING:
@@ -105,6 +106,9 @@ class RequestTable:
     Where a hook fails that follows a request (`prefill`, `prepare`, `start`, `observe`), its
     drafter is told to finish it and, in the request's next step, to start it anew; after
     `_MOST_FAILURES` failures the request goes on without a drafter.
+
+    Attributes:
+        states: of the target's prompts, for drafters that read them; None: none are kept.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class RequestTable:
     ):
         self._drafters = drafters
         self._choice = choice
+        self.states: KeptStates | None = None
         self._names = names  # of all that the server loads, also where this rank has none
         self._default = default
         self._prompts_are_read = any(drafter.reads_prompts for drafter in drafters.values())
@@ -290,6 +295,7 @@ class RequestTable:
             options=options,
             features=audio_features(req),
             retrieve=None if tally is None else tally.arm.retrieve,
+            prompt_states=None if self.states is None else self.states.reader(req),
         )
         name = options.drafter or (self._default if tally is None else tally.arm.drafter)
         # The HTTP process has refused it elsewhere (SGLang turns temperature 0 into a top-k of 1).
