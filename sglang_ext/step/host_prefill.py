@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_ext.step.attended_frames import AttendedFrames
 from sglang_ext.step.known_tokens import KnownHead, KnownTokens
 from sglang_ext.step.prefill_drafts import (
     can_read_drafts,
@@ -37,11 +38,15 @@ class HostPrefill(Prefills):
         planner: whose drafters read along.
         drafts: False where no drafts may be read behind prompts (pages of several tokens, more
             than one rank).
+
+    Attributes:
+        attended: what requests ask of a pass's cross-attention; None: it cannot be read.
     """
 
     def __init__(self, target: "TpModelWorker", planner: "DraftPlanner", drafts: bool) -> None:
         super().__init__(target, planner)
         self._drafts = drafts
+        self.attended: AttendedFrames | None = None
         runner = target.model_runner
         timed = planner.metrics is not None and runner.model_config.is_encoder_decoder
         self._timer = DecoderTimer(runner.model) if timed else None
@@ -58,13 +63,17 @@ class HostPrefill(Prefills):
         pp_proxy_tensors: Any,
     ) -> "GenerationBatchResult":
         """Run one prefill step."""
-        if self._can_draft and not plainly and can_read_drafts(batch):
+        # Of what a draft has shown, no frames are known.
+        asked = self.attended is not None and self.attended.asked
+        if self._can_draft and not plainly and not asked and can_read_drafts(batch):
             drafted = self._run_with_drafts(batch, biases)
             if drafted is not None:
                 return drafted
         start = self._start()
         result = prefill_plainly(self._target, batch, biases, pp_proxy_tensors)
         self._note(start)
+        if self.attended is not None:
+            self.attended.note_prefill(batch)
         return result
 
     def store(self, batch: "ScheduleBatch", known: "Sequence[KnownTokens | None]") -> KnownHead:

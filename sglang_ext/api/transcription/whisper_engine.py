@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from sglang_ext.api.http import checked_meta
+from sglang_ext.step.token_info import FRAMES
 from sglang_ext.whisper.audio_processor import PcmAudio
-from speech.chunks import Chunk
+from speech.chunks import FRAME_S, Chunk
 from speech.prompts import WhisperVocabulary
 from speech.segments import Decoded
 
@@ -67,14 +68,20 @@ class WhisperEngine:
     ) -> AsyncIterator[Decoded]:
         """What the model writes for a chunk: all so far, again and again; else once, at the end.
 
+        Args:
+            custom_params: of the request; `attended_frames` is cut to what the chunk has.
+
         Raises:
             ApiError: SGLang aborted the request.
             ValueError: SGLang refuses it, for its custom_params for instance.
         """
+        params = dict(custom_params)
+        if FRAMES in params:
+            params[FRAMES] = min(params[FRAMES], max(1, math.ceil(chunk.duration / FRAME_S)))
         sampling = {
             "temperature": temperature,
             "max_new_tokens": self.context - len(prompt),
-            "custom_params": dict(custom_params) or None,
+            "custom_params": params or None,
         }
         start = prompt.index(self.vocabulary.start)
         request = self._request(
@@ -99,12 +106,16 @@ class WhisperEngine:
             if math.isnan(no_speech):
                 no_speech = _no_speech_prob(meta)
             reason = meta.get("finish_reason")
+            kept = [place for place, token in enumerate(tokens) if token != self.vocabulary.end]
+            frames = meta.get(FRAMES) or ()
             yield Decoded(
-                tokens=tuple(token for token in tokens if token != self.vocabulary.end),
+                tokens=tuple(tokens[place] for place in kept),
                 logprobs=tuple(logprobs),
                 no_speech_prob=no_speech,
                 temperature=temperature,
                 finished=reason is not None and reason.get("type") == "stop",
+                # Pieces of a stream may have those of their own tokens alone.
+                frames=tuple(frames[p] for p in kept) if len(frames) == len(tokens) else (),
             )
 
     def _request(
