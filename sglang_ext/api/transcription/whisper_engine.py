@@ -75,24 +75,15 @@ class WhisperEngine:
             ApiError: SGLang aborted the request.
             ValueError: SGLang refuses it, for its custom_params for instance.
         """
-        params = dict(custom_params)
-        if FRAMES in params:
-            params[FRAMES] = min(params[FRAMES], max(1, math.ceil(chunk.duration / FRAME_S)))
         sampling = {
             "temperature": temperature,
             "max_new_tokens": self.context - len(prompt),
-            "custom_params": params or None,
+            "custom_params": _params_of(chunk, custom_params) or None,
         }
-        start = prompt.index(self.vocabulary.start)
-        request = self._request(
-            chunk,
-            prompt,
-            sampling,
-            stream=stream,
-            return_logprob=True,
-            logprob_start_len=self._encoder_tokens + start,
-            token_ids_logprob=[self.vocabulary.no_speech],
-        )
+        first = self._encoder_tokens + prompt.index(self.vocabulary.start)
+        asked = {"return_logprob": True, "logprob_start_len": first, "stream": stream}
+        asked["token_ids_logprob"] = [self.vocabulary.no_speech]
+        request = self._request(chunk, prompt, sampling, **asked)
         tokens: list[int] = []
         logprobs: list[float] = []
         incremental = stream and self._manager.incremental_streaming_output
@@ -106,17 +97,23 @@ class WhisperEngine:
             if math.isnan(no_speech):
                 no_speech = _no_speech_prob(meta)
             reason = meta.get("finish_reason")
-            kept = [place for place, token in enumerate(tokens) if token != self.vocabulary.end]
-            frames = meta.get(FRAMES) or ()
             yield Decoded(
-                tokens=tuple(tokens[place] for place in kept),
+                tokens=tuple(token for token in tokens if token != self.vocabulary.end),
                 logprobs=tuple(logprobs),
                 no_speech_prob=no_speech,
                 temperature=temperature,
                 finished=reason is not None and reason.get("type") == "stop",
-                # Pieces of a stream may have those of their own tokens alone.
-                frames=tuple(frames[p] for p in kept) if len(frames) == len(tokens) else (),
+                frames=self._frames(tokens, meta),
             )
+
+    def _frames(self, tokens: list[int], meta: Mapping[str, Any]) -> tuple[int, ...]:
+        """Decoded.frames of an output."""
+        frames = meta.get(FRAMES) or ()
+        # Pieces of a stream may have those of their own tokens alone.
+        if len(frames) != len(tokens):
+            return ()
+        end = self.vocabulary.end
+        return tuple(f for f, token in zip(frames, tokens, strict=True) if token != end)
 
     def _request(
         self, chunk: Chunk, prompt: list[int], sampling: dict[str, Any], **more: Any
@@ -131,6 +128,14 @@ class WhisperEngine:
             modalities=["audio"],
             **more,
         )
+
+
+def _params_of(chunk: Chunk, params: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's custom_params, for a chunk: behind its audio no frame is asked about."""
+    made = dict(params)
+    if FRAMES in made:
+        made[FRAMES] = min(made[FRAMES], max(1, math.ceil(chunk.duration / FRAME_S)))
+    return made
 
 
 def _no_speech_prob(meta: Mapping[str, Any]) -> float:
