@@ -53,7 +53,7 @@ def main() -> int:
     clips = [clip for clip in read_clips(options.audio) if clip.reference]
     clip, _ = joined(clips[: QUICK_CLIPS if options.quick else CLIPS], RATE, PAUSE_S)
     with served(options) as url:
-        live = asyncio.run(stream(url, "none", clip, FORMATS[0], 1000))
+        live = asyncio.run(stream(url, "none", clip, FORMATS[0], {"step_ms": 1000}))
         lead = np.zeros((1, round(LEAD_S * RATE)), np.float32)
         played = np.concatenate([lead, clip.samples, lead], axis=1)[0]
         with opened(f"{url}/captions", played, RATE) as page:

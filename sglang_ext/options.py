@@ -276,11 +276,24 @@ class Options:
     transcription_parallel: int = _option(
         16, "chunks of one audio that are decoded at once", low=1, high=1024
     )
+    live_policy: str = _option(
+        "localagreement",
+        "when words of live speech are settled: `localagreement`, once two hypotheses agree on "
+        "them; `alignatt`, once they attend to audio that has passed (on the CPU)",
+        choices=("localagreement", "alignatt"),
+    )
+    alignatt_frames: int = _option(
+        20,
+        "alignatt: so many frames of 20 ms at least lie behind the place that a settled word "
+        "attends to",
+        low=0,
+        high=500,
+    )
     realtime_step_seconds: float = _option(
-        1.0,
+        0.0,
         "live speech is transcribed again after so many seconds of audio, where a session names "
-        "no `step_ms`",
-        low=0.1,
+        "no `step_ms`; 0: 1 with localagreement, 0.3 with alignatt",
+        low=0.0,
         high=5.0,
     )
     translate_with: str = _option(

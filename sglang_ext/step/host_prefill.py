@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_ext.step.attended_frames import AttendedFrames
 from sglang_ext.step.known_tokens import KnownHead, KnownTokens
 from sglang_ext.step.prefill_drafts import (
     can_read_drafts,
@@ -39,6 +40,9 @@ class HostPrefill(Prefills):
         drafts: False where no drafts may be read behind prompts (pages of several tokens, more
             than one rank).
         states: take the target's states of prompts; None: nobody asks for them.
+
+    Attributes:
+        attended: what requests ask of a pass's cross-attention; None: it cannot be read.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class HostPrefill(Prefills):
     ) -> None:
         super().__init__(target, planner)
         self._drafts, self._states = drafts, states
+        self.attended: AttendedFrames | None = None
         runner = target.model_runner
         timed = planner.metrics is not None and runner.model_config.is_encoder_decoder
         self._timer = DecoderTimer(runner.model) if timed else None
@@ -80,13 +85,17 @@ class HostPrefill(Prefills):
         plainly: bool,
         pp_proxy_tensors: Any,
     ) -> "GenerationBatchResult":
-        if self._can_draft and not plainly and can_read_drafts(batch):
+        # Of what a draft has shown, no frames are known.
+        asked = self.attended is not None and self.attended.asked
+        if self._can_draft and not plainly and not asked and can_read_drafts(batch):
             drafted = self._run_with_drafts(batch, biases)
             if drafted is not None:
                 return drafted
         start = self._start()
         result = prefill_plainly(self._target, batch, biases, pp_proxy_tensors)
         self._note(start)
+        if self.attended is not None:
+            self.attended.note_prefill(batch)
         return result
 
     def store(self, batch: "ScheduleBatch", known: "Sequence[KnownTokens | None]") -> KnownHead:

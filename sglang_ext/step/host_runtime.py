@@ -7,12 +7,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_ext.budget.held_up import HeldUp
 from sglang_ext.cpu.heap_trim import HeapTrim
 from sglang_ext.cpu.linear import packed_product
 from sglang_ext.mirror.early_exit import Look, open_exit
 from sglang_ext.options import Options
+from sglang_ext.step.attended_frames import AttendedFrames
 from sglang_ext.step.exit_views import ExitViews
 from sglang_ext.step.host_prefill import HostPrefill
 from sglang_ext.step.logits_guard import LogitsGuard
@@ -51,6 +53,7 @@ class HostRuntime(StepRuntime):
     """
 
     on_host: ClassVar[bool] = True
+    prefills: HostPrefill
 
     def __init__(self, target: "TpModelWorker", planner: "DraftPlanner", drafts: bool) -> None:
         self._target = target
@@ -68,7 +71,9 @@ class HostRuntime(StepRuntime):
         """Any: what is no node is left out of a pass."""
 
     def prepare_attention(self) -> None:
-        """Nothing to do: our own backend takes trees as they are."""
+        """Our own backend takes trees as they are; it can be asked what a Whisper attends to."""
+        if get_parallel().tp_size == 1:  # else a rank has some of the heads
+            self.prefills.attended = AttendedFrames.of(self._runner)
 
     def capture_graphs(self, options: Options) -> None:
         """Nothing to do: there are no graphs."""
@@ -83,6 +88,8 @@ class HostRuntime(StepRuntime):
     def begin(self, batch: "ScheduleBatch") -> None:
         """Look at this batch's logits from now on, and give free heap back now and then."""
         self._guard.reqs = batch.reqs
+        if self.prefills.attended is not None:
+            self.prefills.attended.begin(batch)
         self._heap.trim_if_due()
 
     def learn(self, wait: bool = True) -> None:
@@ -129,6 +136,8 @@ class HostRuntime(StepRuntime):
             self._planner.note_exit(look.reached_at - step.started, look.seconds)
         seconds = end - step.started
         self._planner.note_step(tokens, seconds, read, verify, step.counted, held_up)
+        if self.prefills.attended is not None and step.width == 1:
+            self.prefills.attended.note_plain(step.batch)
 
     def rows_of_nodes(
         self, step: Step, verify: VerifyTensors, output: "LogitsProcessorOutput"
@@ -161,6 +170,8 @@ class HostRuntime(StepRuntime):
         index = accepted.accept_index.numpy()
         self._planner.observe(step.running, step.trees, step.packed, index, said, step.counted)
         self._planner.note_relaxed(accepted.relaxed)
+        if self.prefills.attended is not None:
+            self.prefills.attended.note_verified(step.batch, step.packed, accepted, self._ragged)
 
     def launched(self, step: Step, accepted: Accepted, result: StepResult) -> None:
         """Nothing to do: `note_accepted` has learned from it."""

@@ -22,6 +22,7 @@ from sglang_ext.api.open_streams import Streams
 from sglang_ext.api.realtime.realtime_events import Event
 from sglang_ext.api.realtime.realtime_session import RealtimeSession, SessionParts
 from sglang_ext.api.realtime.realtime_settings import (
+    LivePolicy,
     SessionSettings,
     SettingsParser,
     TurnDetection,
@@ -42,6 +43,7 @@ from sglang_ext.api.transcription.transcriptions import serves_whisper
 from sglang_ext.api.transcription.whisper_engine import WhisperEngine
 from sglang_ext.drafters.rehearing import PARAMETER
 from sglang_ext.options import Options
+from sglang_ext.whisper.cross_attention import tells_frames
 from speech.buffer import SpeechProbabilities
 from speech.vad import default_detector
 
@@ -63,6 +65,7 @@ class RealtimeBackend:
         api_key: SGLang's --api-key; None: all may connect.
         sessions: open at once, SGLang's --asr-max-concurrent-sessions.
         held_s: seconds of audio that may wait, SGLang's --asr-max-buffer-seconds.
+        guided: whether answers tell what their tokens attend to (step/attended_frames.py).
     """
 
     engine: WhisperEngine
@@ -72,6 +75,7 @@ class RealtimeBackend:
     sessions: int = 32
     held_s: float = 60.0
     keep_alive_s: float = 15.0
+    guided: bool = False
 
 
 class _WhisperSocketRoute(WebSocketRoute):
@@ -216,10 +220,15 @@ class Realtime:
         threshold = backend.options.vad_threshold
         default = SessionSettings(
             turn_detection=TurnDetection(threshold),
-            step_s=backend.options.realtime_step_seconds,
+            policy=LivePolicy(
+                backend.options.live_policy,
+                backend.options.alignatt_frames,
+                backend.options.realtime_step_seconds,
+            ),
             least_probability=threshold,
         )
-        return parser_type(backend.engine.vocabulary, backend.engine.model_names, default)
+        engine = backend.engine
+        return parser_type(engine.vocabulary, engine.model_names, default, backend.guided)
 
     def _new_streams(self, most: int | None = None) -> Streams:
         backend = self._backend()
@@ -244,12 +253,13 @@ def _backend() -> RealtimeBackend:
     """What sessions work with, of the server that this process is."""
     from sglang.srt.runtime_context import get_serving
 
-    serving = get_serving()
+    serving, manager = get_serving(), tokenizer_manager()
     return RealtimeBackend(
-        WhisperEngine(tokenizer_manager()),
+        WhisperEngine(manager),
         Options.from_env(),
         lambda: default_detector().stream(),
         serving.api_key,
         serving.asr_max_concurrent_sessions,
         serving.asr_max_buffer_seconds,
+        guided=tells_frames(manager.server_args),
     )

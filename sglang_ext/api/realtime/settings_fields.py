@@ -15,6 +15,9 @@ M = TypeVar("M", bound=BaseModel)
 EXTENSION = "sglang_ext"
 """The key under which a session has settings that OpenAI's API lacks."""
 
+LOCAL_AGREEMENT, ALIGNATT = "localagreement", "alignatt"
+"""Policies that say when words are settled."""
+
 _MOST_PROMPT_CHARS = 4096
 ECHOED = ("id", "object", "expires_at", "client_secret")
 """Fields that clients send back as session.created has told them."""
@@ -89,6 +92,10 @@ class Extension(BaseModel):
     model_config = ConfigDict(strict=True)
 
     step_ms: _Milliseconds | None = Field(None, ge=100, le=5000)
+    live_policy: Literal["localagreement", "alignatt"] | None = Field(
+        None, description=f"{LOCAL_AGREEMENT} or {ALIGNATT}"
+    )
+    alignatt_frames: Annotated[int, BeforeValidator(_whole)] | None = Field(None, ge=0, le=500)
     view: Text | None = Field(
         None,
         pattern=f"^{VIEW_NAME}$",

@@ -88,9 +88,13 @@ class TranslationParser(SettingsParser):
     default: TranslationSettings
 
     def __init__(
-        self, vocabulary: WhisperVocabulary, models: Sequence[str], default: SessionSettings
+        self,
+        vocabulary: WhisperVocabulary,
+        models: Sequence[str],
+        default: SessionSettings,
+        guided: bool = False,
     ):
-        super().__init__(vocabulary, models, TranslationSettings(**vars(default)))
+        super().__init__(vocabulary, models, TranslationSettings(**vars(default)), guided)
 
     def updated(self, event: Mapping[str, Any], now: SessionSettings) -> TranslationSettings:
         """The settings after an update.
@@ -143,7 +147,7 @@ class TranslationParser(SettingsParser):
     def _with_extension(self, given: Given, now: TranslationSettings) -> TranslationSettings:
         for path, value in given.values():
             fields = checked(TranslationExtension, value or {}, path)
-            made = self.extended(fields, now)
+            made = self.extended(fields, path, now)
             assert isinstance(made, TranslationSettings)
             now = made
             for name in ("finished_only", "mask", "beta", "transcription_events"):

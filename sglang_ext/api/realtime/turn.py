@@ -38,7 +38,10 @@ class Turn:
         self._given = Given()
         self._frames = 0
         options = StreamOptions(
-            step_s=settings.step_s, threshold=settings.threshold, most_late_s=_NEVER_S
+            step_s=settings.policy.steps,
+            threshold=settings.threshold,
+            most_late_s=_NEVER_S,
+            policy=settings.policy.made,
         )
         self.recognizer = StreamingRecognizer(self._transcribe, options, self._given)
 
