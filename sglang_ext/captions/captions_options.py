@@ -54,6 +54,17 @@ def _add_servers(command: argparse.ArgumentParser) -> None:
         help="smaller Whisper that drafts for --asr-model on a CPU; none: none [%(default)s]",
     )
     command.add_argument("--asr-flags", default="", help="further flags of the server that starts")
+    command.add_argument(
+        "--translate",
+        metavar="LANG",
+        help="translate into this language, name or ISO 639-1 code, by the WebSocket of a Whisper "
+        "server with --translate-with; one that is started here gets --translate-model's",
+    )
+    command.add_argument(
+        "--finished-only",
+        action="store_true",
+        help="with --translate: translate sentences once they are finished",
+    )
     translate = command.add_mutually_exclusive_group()
     translate.add_argument("--translate-url", metavar="URL", help="a running server with SSBD")
     translate.add_argument(
@@ -102,6 +113,7 @@ def check(args: argparse.Namespace) -> tuple[str, str]:
         raise CaptionsError("--page starts a Whisper server: leave FILE and --asr-url out")
     if not args.page and not args.file:
         raise CaptionsError("name a FILE, or - for standard input; --page serves a page instead")
+    _check_translate(args)
     if not 1 <= args.port <= 65535:
         raise CaptionsError(f"--port {args.port}: expected 1 to 65535")
     for name in ("asr_url", "translate_url"):
@@ -128,3 +140,32 @@ def check(args: argparse.Namespace) -> tuple[str, str]:
             "ISO 639-1 code"
         )
     return code, NAMES[code]
+
+
+def _check_translate(args: argparse.Namespace) -> None:
+    """What --translate needs, and what needs it.
+
+    Raises:
+        CaptionsError: it is not there.
+    """
+    text_server = args.translate_url or args.translate_model
+    if not args.translate:
+        if args.finished_only:
+            raise CaptionsError("--finished-only goes with --translate LANG")
+        return
+    if args.page:
+        raise CaptionsError("--page has a menu of languages: leave --translate out")
+    if args.asr_url and text_server:
+        raise CaptionsError(
+            "with --translate, the server of --asr-url translates with its own text server "
+            "(--translate-with): leave --translate-url and --translate-model out"
+        )
+    if not args.asr_url and not text_server:
+        raise CaptionsError(
+            "--translate needs a text server: name --translate-model or --translate-url, or with "
+            "--asr-url a Whisper server that has one"
+        )
+    if not args.speed:
+        raise CaptionsError("--translate sends audio as it plays: --speed must be above 0")
+    if not 0.1 <= args.step <= 5:
+        raise CaptionsError(f"--step {args.step:g}: expected 0.1 to 5 seconds with --translate")

@@ -44,7 +44,7 @@ def serve(wanted: PageServers) -> NoReturn:
         ServerError: one did not start, or has ended.
         KeyboardInterrupt: Ctrl-C; all of them have ended.
     """
-    with _running(wanted) as servers:
+    with running(wanted) as servers:
         for server in servers:
             server.wait()
         # What stands alone on standard output can be opened by another program.
@@ -58,7 +58,7 @@ def serve(wanted: PageServers) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _running(wanted: PageServers) -> Iterator[list[ServerProcess]]:
+def running(wanted: PageServers) -> Iterator[list[ServerProcess]]:
     """The servers, the Whisper first, while they load their models."""
     with contextlib.ExitStack() as stack:
         text, address = [], wanted.translate_url

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from sglang_ext.captions.display import Display
+    from sglang_ext.captions.page_servers import PageServers
 
 _FAILED = 1
 _USAGE_ERROR = 2
@@ -48,12 +49,70 @@ def run(args: argparse.Namespace) -> int:
         if args.page:
             _serve_page(args)
         blocks, displays = _open(args.file), _displays(args)
+        if args.translate:
+            return 0 if _translate(args, blocks, displays, language[0]) else _FAILED
         with _servers(args) as urls:
             complete = asyncio.run(_caption(args, blocks, displays, language, *urls))
         return 0 if complete else _FAILED
     except (CaptionsError, DisplayError, ServerError, extras.MissingExtra) as error:
         print(f"sglang-ext captions: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
+
+
+def _page_servers(args: argparse.Namespace) -> "PageServers":
+    """The servers that are to be started."""
+    from sglang_ext.captions.page_servers import PageServers
+
+    return PageServers(
+        args.asr_model,
+        _asr_flags(args),
+        args.translate_model,
+        _translate_flags(args),
+        _base(args.translate_url) if args.translate_url else None,
+        args.api_key if args.translate_url else "",
+        args.port,
+    )
+
+
+def _translate(
+    args: argparse.Namespace,
+    blocks: "Iterator[np.ndarray]",
+    displays: "list[Display]",
+    language: str,
+) -> bool:
+    """Caption and translate by a server's WebSocket; returns whether all of it was.
+
+    Raises:
+        CaptionsError: the server does not take the session.
+        ServerError: one did not start.
+    """
+    from sglang_ext.captions.live_captions import Captions
+    from sglang_ext.captions.page_servers import running
+    from sglang_ext.captions.playback import Playback
+    from sglang_ext.captions.socket_captions import SocketCaptions, pcm_settings
+
+    session = {
+        "audio": {
+            "input": pcm_settings(args.silence, language, args.prompt),
+            "output": {"language": args.translate},
+        },
+        "sglang_ext": {
+            "step_ms": round(args.step * 1000),
+            "mask": args.mask,
+            "beta": args.beta,
+            "finished_only": args.finished_only,
+        },
+    }
+    with contextlib.ExitStack() as stack:
+        url, key = _base(args.asr_url or ""), args.api_key
+        if not url:
+            servers = stack.enter_context(running(_page_servers(args)))
+            for server in servers:
+                server.wait()
+            url, key = servers[0].url, ""
+        playback = Playback(blocks, args.speed)
+        captions = Captions(playback, displays, translated=True)
+        return asyncio.run(SocketCaptions(captions, playback, session).run(url, key))
 
 
 def _serve_page(args: argparse.Namespace) -> NoReturn:
@@ -63,19 +122,9 @@ def _serve_page(args: argparse.Namespace) -> NoReturn:
         ServerError: a server did not start, or has ended.
         KeyboardInterrupt: Ctrl-C.
     """
-    from sglang_ext.captions.page_servers import PageServers, serve
+    from sglang_ext.captions.page_servers import serve
 
-    serve(
-        PageServers(
-            args.asr_model,
-            _asr_flags(args),
-            args.translate_model,
-            _translate_flags(args),
-            _base(args.translate_url) if args.translate_url else None,
-            args.api_key if args.translate_url else "",
-            args.port,
-        )
-    )
+    serve(_page_servers(args))
 
 
 def _open(file: str) -> "Iterator[np.ndarray]":
@@ -118,7 +167,7 @@ def _displays(args: argparse.Namespace) -> "list[Display]":
 
 
 def _translates(args: argparse.Namespace) -> bool:
-    return bool(args.translate_url or args.translate_model)
+    return bool(args.translate or args.translate_url or args.translate_model)
 
 
 @contextlib.contextmanager
