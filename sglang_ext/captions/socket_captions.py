@@ -11,7 +11,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from sglang_ext.api.realtime.realtime_events import OUTPUT_TAIL, TAIL
-from sglang_ext.api.translation.live_translation import Translated
+from sglang_ext.api.translation.sentence_translations import Translated
 from sglang_ext.captions.captions_options import CaptionsError
 from sglang_ext.captions.live_captions import Captions
 from sglang_ext.captions.playback import Playback

@@ -81,8 +81,8 @@ class WhisperEngine:
             "custom_params": _params_of(chunk, custom_params) or None,
         }
         first = self._encoder_tokens + prompt.index(self.vocabulary.start)
-        asked = {"return_logprob": True, "logprob_start_len": first, "stream": stream}
-        asked["token_ids_logprob"] = [self.vocabulary.no_speech]
+        asked: dict[str, Any] = {"return_logprob": True, "logprob_start_len": first}
+        asked |= {"token_ids_logprob": [self.vocabulary.no_speech], "stream": stream}
         request = self._request(chunk, prompt, sampling, **asked)
         tokens: list[int] = []
         logprobs: list[float] = []

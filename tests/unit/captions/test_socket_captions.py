@@ -13,7 +13,7 @@ from starlette.routing import WebSocketRoute
 
 from sglang_ext.api.realtime import realtime_route
 from sglang_ext.api.realtime.realtime_route import TRANSLATIONS, Realtime
-from sglang_ext.api.translation import live_translation
+from sglang_ext.api.translation import sentence_translations
 from sglang_ext.cli import main
 from sglang_ext.servers import processes
 from tests.eventually import eventually
@@ -33,7 +33,7 @@ def text_server(monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", module)
     made = TextServer()
     monkeypatch.setattr(realtime_route, "client", made.client)
-    monkeypatch.setattr(live_translation, "_RETRY_S", 0.01)
+    monkeypatch.setattr(sentence_translations, "_RETRY_S", 0.01)
     return made
 
 
