@@ -71,6 +71,7 @@ class SessionSettings:
         prompt: names and words that may come up.
         turn_detection: None: the client commits.
         step_s: seconds of new audio after which it is transcribed again.
+        task: "transcribe", or "translate" (Whisper's own, into English).
         view: the name under which others may watch; None: nobody may.
         least_probability: of speech, where there is no turn detection.
     """
@@ -81,6 +82,7 @@ class SessionSettings:
     turn_detection: TurnDetection | None = TurnDetection()
     step_s: float = 1.0
     least_probability: float = 0.5
+    task: str = "transcribe"
     view: str | None = None
 
     @property

@@ -63,6 +63,7 @@ class FakeWhisper:
         gate: requests wait here, if it is not set.
         fault: raised by each request.
         calls: custom_params and prompt text of each one.
+        tasks: what each one was asked to do, as its prompt says it.
         aborted: requests that were given up.
     """
 
@@ -71,6 +72,7 @@ class FakeWhisper:
     model_names: tuple[str, ...] = ("fake", "/models/fake")
     fault: Exception | None = None
     calls: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    tasks: set[str] = field(default_factory=set)
     running: int = 0
     aborted: int = 0
     detected: int = 0
@@ -90,6 +92,8 @@ class FakeWhisper:
     async def decode(self, chunk, prompt, temperature, custom_params, stream=False):
         start = prompt.index(self.vocabulary.start)
         self.calls.append((dict(custom_params), self.vocabulary.decode(prompt[:start])))
+        special = self.vocabulary.tokenizer.special_tokens
+        self.tasks |= {t for t in ("transcribe", "translate") if special[f"<|{t}|>"] in prompt}
         self.running += 1
         try:
             await self.gate.wait()
