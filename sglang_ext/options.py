@@ -299,7 +299,7 @@ class Options:
     translate_with: str = _option(
         "",
         "text server (`--drafters ssbd`) that translates live speech, `http://HOST:PORT`; empty: "
-        "nothing is translated",
+        "Whisper itself translates, into English alone",
         pattern=r"|https?://[^\s/]+(?:/[^\s]*)?",
         expected="http://HOST:PORT",
     )

@@ -87,17 +87,22 @@ class TranslatedRun:
 
 
 async def translated(
-    base_url: str, api_key: str, clip: Clip, session: Mapping[str, Any]
+    base_url: str,
+    api_key: str,
+    clip: Clip,
+    session: Mapping[str, Any],
+    run: TranslatedRun | None = None,
 ) -> TranslatedRun:
     """Play a clip; its translation, once all of it has come.
 
     Args:
         session: settings, as session.update takes them.
+        run: follows what comes, and is returned.
     """
     url = base_url.replace("http", "ws", 1) + "/v1/realtime/translations"
     samples = clip.mono(RATE)
     data = (samples.clip(-1, 1) * 32767).round().astype("<i2").tobytes()
-    run, size = TranslatedRun(), round(PIECE_S * RATE) * 2
+    run, size = run or TranslatedRun(), round(PIECE_S * RATE) * 2
     key = {"Authorization": f"Bearer {api_key}"}
     async with connect(url, additional_headers=key, max_size=None) as socket:
         await socket.send(json.dumps({"type": "session.update", "session": session}))

@@ -114,10 +114,11 @@ class Realtime:
 
     async def translations(self, socket: WebSocket) -> None:
         """One translation session."""
-        options = self._backend().options
+        backend = self._backend()
+        options, url = backend.options, backend.options.translate_with
 
         def session(parts: SessionParts, namespace: str) -> Session:
-            if not options.translate_with:
+            if not url and not backend.engine.vocabulary.multilingual:
                 raise ApiError(
                     "this server translates no live speech: start it with --translate-with URL, "
                     "the address of a text server (--drafters ssbd)",
@@ -126,11 +127,12 @@ class Realtime:
                 )
             header, default = options.namespace_header, namespace == DEFAULT_NAMESPACE
             headers = {} if default else {header: namespace}
-            url = options.translate_with.rstrip("/").removesuffix("/v1")
-            text_server = client(url, options.translate_key, headers)
+            address = url.rstrip("/").removesuffix("/v1")
+            text_server = client(address, options.translate_key, headers)
             return partial(TranslationSession, parts, text_server)
 
-        await self._serve(socket, TranslationParser, session)
+        parser = partial(TranslationParser, text_server=bool(url))
+        await self._serve(socket, parser, session)
 
     async def viewer(self, socket: WebSocket) -> None:
         """One viewer of a session."""
@@ -168,7 +170,7 @@ class Realtime:
     async def _serve(
         self,
         socket: WebSocket,
-        parser_type: type[SettingsParser],
+        parser_type: Callable[..., SettingsParser],
         session: Callable[[SessionParts, str], Session],
     ) -> None:
         """One session.
@@ -215,7 +217,7 @@ class Realtime:
             for publisher in publishers:
                 publisher.close()
 
-    def _parser(self, parser_type: type[SettingsParser]) -> SettingsParser:
+    def _parser(self, parser_type: Callable[..., SettingsParser]) -> SettingsParser:
         backend = self._backend()
         threshold = backend.options.vad_threshold
         default = SessionSettings(

@@ -101,6 +101,7 @@ class SessionSettings:
         prompt: names and words that may come up.
         turn_detection: None: the client commits.
         policy: when words are settled, and how often it is transcribed again.
+        task: "transcribe", or "translate" (Whisper's own, into English).
         view: the name under which others may watch; None: nobody may.
         least_probability: of speech, where there is no turn detection.
     """
@@ -111,6 +112,7 @@ class SessionSettings:
     turn_detection: TurnDetection | None = TurnDetection()
     policy: LivePolicy = LivePolicy()
     least_probability: float = 0.5
+    task: str = "transcribe"
     view: str | None = None
 
     @property

@@ -133,9 +133,11 @@ class TranslationSession:
 
     def _take(self, told: Event) -> None:
         """What the transcription says, as a translation session says it."""
-        kind = told["type"]
-        if kind in _PASSED or self._settings.transcription_events:
-            self._send(told)
+        kind, settings = told["type"], self._settings
+        if kind in _PASSED or settings.transcription_events:
+            # What Whisper itself translates is no transcript, and what of it may change stays here.
+            own = kind == TAIL and settings.task == "translate"
+            self._send(told | {"text": "", "words": []} if own else told)
         if kind == _TEXT + "delta":
             self._said = told["delta"]
         elif kind == TAIL and told["item_id"] is not None:
@@ -149,7 +151,7 @@ class TranslationSession:
         """Take what a hypothesis settled, and where that ends in the audio."""
         words = [(word["word"], word["end_ms"]) for word in tail["words"]]
         said, self._said = self._said, ""
-        if said and self._settings.shows_source:
+        if said and self._settings.shows_source and self._settings.task == "transcribe":
             delta = self._input.grown(tail["item_id"], said)
             self._send(transcript_event("input", delta, words[-1][1], item_id=tail["item_id"]))
         self._follow(self._sentences.update(tail["item_id"], tail["language"], words, tail["text"]))
@@ -167,7 +169,9 @@ class TranslationSession:
     def _session_settings(self, index: int) -> Mapping[str, Any] | None:
         """Of a sentence's session on the text server; None: it is in the target language."""
         settings, sentence = self._settings, self._sentences.get(index)
-        if sentence is None or settings.target is None or sentence.language == settings.target_code:
+        if sentence is None or settings.target is None or settings.task == "translate":
+            return None
+        if sentence.language == settings.target_code:
             return None
         return {
             "source_language": spoken_name(sentence.language),

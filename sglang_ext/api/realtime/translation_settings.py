@@ -27,6 +27,7 @@ from sglang_ext.api.realtime.settings_fields import (
     wrong,
 )
 from sglang_ext.api.translation.session_settings import LANGUAGE, MOST_MASKED, Language
+from sglang_ext.request_options import shown
 from speech.prompts import WhisperVocabulary
 
 _INPUT = ("format", "transcription", "turn_detection", "noise_reduction")
@@ -83,7 +84,12 @@ class _NoiseReduction(NoiseReduction):
 
 
 class TranslationParser(SettingsParser):
-    """Reads updates of translation sessions; they and the settings are as SettingsParser's."""
+    """Reads updates of translation sessions.
+
+    Args:
+        vocabulary, models, default, guided: as SettingsParser's.
+        text_server: whether there is one. Without it Whisper translates by itself, into English.
+    """
 
     default: TranslationSettings
 
@@ -93,8 +99,10 @@ class TranslationParser(SettingsParser):
         models: Sequence[str],
         default: SessionSettings,
         guided: bool = False,
+        text_server: bool = True,
     ):
         super().__init__(vocabulary, models, TranslationSettings(**vars(default)), guided)
+        self._text_server = text_server
 
     def updated(self, event: Mapping[str, Any], now: SessionSettings) -> TranslationSettings:
         """The settings after an update.
@@ -122,8 +130,21 @@ class TranslationParser(SettingsParser):
         if "output" in audio:
             output = checked(_Output, audio["output"] or {}, "session.audio.output")
             if "language" in output.model_fields_set or audio["output"] is None:
-                made = replace(made, target=output.language)
+                made = self._with_target(output.language, made)
         return self._with_extension(extension_of(session), made)
+
+    def _with_target(self, target: str | None, now: TranslationSettings) -> TranslationSettings:
+        made = replace(now, target=target, task="transcribe")
+        if target is None or self._text_server:
+            return made
+        if made.target_code != "en":
+            raise ApiError(
+                f"this server translates into English alone, got {shown(target)}: for other "
+                "languages start it with --translate-with URL, the address of a text server",
+                param="session.audio.output.language",
+                code="not_supported",
+            )
+        return replace(made, task="translate")
 
     def _with_input(
         self, given: Mapping[str, Any], now: TranslationSettings
@@ -163,8 +184,9 @@ class TranslationParser(SettingsParser):
     ) -> dict[str, Any]:
         """The session as OpenAI's API shows it."""
         assert isinstance(settings, TranslationSettings)
-        shown = super().described(settings, session_id, beta=False)
-        given = shown["audio"]["input"]
+        spoken = super().described(settings, session_id, beta=False)
+        given = spoken["audio"]["input"]
+        model = given["transcription"]["model"]
         if not settings.shows_source:
             given = given | {"transcription": None}
         names = ("finished_only", "mask", "beta", "transcription_events")
@@ -172,11 +194,11 @@ class TranslationParser(SettingsParser):
             "id": session_id,
             "type": "translation",
             "object": "realtime.translation_session",
-            "model": shown["audio"]["input"]["transcription"]["model"],
+            "model": model,
             "expires_at": 0,  # never
             "audio": {
                 "input": given,
                 "output": {"language": settings.target_code or settings.target},
             },
-            EXTENSION: shown[EXTENSION] | {name: getattr(settings, name) for name in names},
+            EXTENSION: spoken[EXTENSION] | {name: getattr(settings, name) for name in names},
         }

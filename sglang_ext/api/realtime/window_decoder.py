@@ -94,6 +94,7 @@ class WindowDecoder:
             # What will be heard again is worth neither: decoding again, nor remembering.
             temperature_fallback=window.final,
             custom_params=self._params_of(window),
+            task=self._settings.task,
         )
         deltas: Deltas = asyncio.Queue()
         result = await ChunkDecoder(self._engine, request, None).decode(

@@ -65,6 +65,7 @@ class FakeWhisper:
         fault: raised by each request.
         tells: whether it tells which frames words attend to: their ends.
         calls: custom_params and prompt text of each one.
+        tasks: what each one was asked to do, as its prompt says it.
         aborted: requests that were given up.
     """
 
@@ -74,6 +75,7 @@ class FakeWhisper:
     fault: Exception | None = None
     tells: bool = True
     calls: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    tasks: set[str] = field(default_factory=set)
     running: int = 0
     aborted: int = 0
     detected: int = 0
@@ -93,6 +95,8 @@ class FakeWhisper:
     async def decode(self, chunk, prompt, temperature, custom_params, stream=False):
         start = prompt.index(self.vocabulary.start)
         self.calls.append((dict(custom_params), self.vocabulary.decode(prompt[:start])))
+        special = self.vocabulary.tokenizer.special_tokens
+        self.tasks |= {t for t in ("transcribe", "translate") if special[f"<|{t}|>"] in prompt}
         self.running += 1
         try:
             await self.gate.wait()

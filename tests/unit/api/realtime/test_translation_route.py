@@ -22,6 +22,7 @@ from sglang_ext.api.translation.session_routes import Backend, add_routes
 from sglang_ext.api.translation.session_table import SessionTable
 from sglang_ext.api.translation.translator import Translator
 from sglang_ext.options import Options
+from speech.prompts import WhisperVocabulary
 from tests.unit.api.fake_manager import FakeManager, Request
 from tests.unit.api.realtime.fake_whisper import WORDS, FakeWhisper, spoken
 from tests.unit.api.realtime.test_realtime_route import COMPLETED, Wire, backend, pcm, reach
@@ -407,6 +408,30 @@ def test_without_a_text_server_a_client_is_told_why(engine):
         connected(engine, options={"translate_with": ""}),
     ):
         pass
+
+
+def test_a_multilingual_whisper_without_a_text_server_translates_into_english_itself(
+    engine, text_server, monkeypatch
+):
+    nobody = httpx.AsyncClient(transport=text_server)
+    monkeypatch.setattr(realtime_route, "client", lambda *_: nobody)
+    engine.vocabulary = WhisperVocabulary(51_865)
+    spoken_in = {"audio": {"input": {"transcription": {"language": "de"}}}}
+    into = {"audio": {"output": {"language": "en"}}}
+    events = {"sglang_ext": {"finished_only": True}}
+    with connected(engine, spoken_in, into, events, options={"translate_with": ""}) as wire:
+        wire.send("session.update", session=FRENCH)
+        error = wire.until("error", "session.updated")["error"]
+        assert error["param"] == "session.audio.output.language"
+        assert error["code"] == "not_supported" and "--translate-with URL" in error["message"]
+        wire.say(WORDS[:6], 1.0)
+        wire.close()
+        assert [e["delta"] for e in wire.of(OUTPUT)] == [
+            "Alpha bravo charlie.", " Delta echo foxtrot.",
+        ]  # fmt: skip
+        # There is no transcript: English is all that was heard.
+        assert not wire.of(INPUT) and not any(t["text"] or t["words"] for t in wire.of(TAIL))
+    assert engine.tasks == {"translate"} and not text_server.manager.requests
 
 
 def test_transcripts_only_grow_whatever_is_shown():
