@@ -26,7 +26,6 @@ class AlignAtt(CommitPolicy):
 
     Args:
         frames: of the encoder, at least so many must have been heard behind the place.
-        last_frames: the same, of a hypothesis' last word: nothing behind it says that it has ended.
 
     Raises:
         ValueError: fewer than 0.
@@ -34,18 +33,16 @@ class AlignAtt(CommitPolicy):
 
     guided: ClassVar[bool] = True
 
-    def __init__(self, frames: int, last_frames: int | None = None) -> None:
+    def __init__(self, frames: int) -> None:
         super().__init__()
-        self._frames = frames
-        self._last_frames = frames if last_frames is None else last_frames
-        if min(frames, self._last_frames) < 0:
+        if frames < 0:
             raise ValueError(f"AlignAtt holds back 0 frames or more, got {frames}")
+        self._frames = frames
 
     def _settled(self, tail: list[str], behind: list[float | None]) -> int:
         nearest = math.inf
         for count, seconds in enumerate(behind):
-            wanted = self._frames if count + 1 < len(behind) else self._last_frames
-            if seconds is None or round(seconds / FRAME_S) < wanted:
+            if seconds is None or round(seconds / FRAME_S) < self._frames:
                 return count
             if seconds > nearest + _REWIND_S:
                 return count
