@@ -6,7 +6,8 @@ One function calls the others, and it alone is kept in numba's cache (as in atte
 import numba
 import numpy as np
 
-from sglang_ext.cpu.group_dots import GROUP, LANES, multiply_4, multiply_8, quantize
+from sglang_ext.cpu.group_dots import GROUP, multiply_4, multiply_8, quantize
+from sglang_ext.cpu.lane_vectors import LANES
 
 # Rows from which waking threads pays to bring them to 8 bits.
 _MANY_ROWS = 32

@@ -12,8 +12,9 @@ import numba
 import torch
 import torch.nn.functional as F
 
-from sglang_ext.cpu.group_dots import GROUP, LANES
+from sglang_ext.cpu.group_dots import GROUP
 from sglang_ext.cpu.group_kernel import product
+from sglang_ext.cpu.lane_vectors import LANES
 
 logger = logging.getLogger(__name__)
 

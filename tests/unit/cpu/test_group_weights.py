@@ -135,12 +135,12 @@ def test_what_does_not_fit_is_left_out_with_a_warning(generator, caplog, bits):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("features", [{"avx2"}, {"avx2", "f16c"}, set()], ids=str)
 def test_processors_without_vnni_give_the_same_bits(generator, monkeypatch, features, bits):
-    if not features <= group_dots._features(numba.core.registry.cpu_target.target_context):
+    if not features <= group_dots.features_of(numba.core.registry.cpu_target.target_context):
         pytest.skip("this processor has no " + ", ".join(features))
     weight = GroupWeight(torch.randn(32, 96, generator=generator), bits)
     x = torch.randn(9, 96, generator=generator)
     expected = weight.linear(x)
-    monkeypatch.setattr(group_dots, "_features", lambda context: features)
+    monkeypatch.setattr(group_dots, "features_of", lambda context: features)
     for name in ("_tile_1", "_tile_4"):
         fresh = numba.njit(getattr(group_kernel, name).py_func)
         monkeypatch.setattr(group_kernel, name, fresh)
