@@ -139,8 +139,15 @@ def kv_read_s(runner: Any, costs: Mapping[int, float]) -> float:
 
 
 def _weight_bytes(model: torch.nn.Module) -> int:
-    layers = [layer for layer, _ in _linear_layers(model)]
-    return sum(p.nbytes for layer in layers for p in layer.parameters(recurse=False))
+    return sum(_read_bytes(layer) for layer, _ in _linear_layers(model))
+
+
+def _read_bytes(layer: Any) -> int:
+    """What a layer's product reads: packed weights (cpu/linear.py) may take less than loaded."""
+    packed = getattr(layer.quant_method, "read_bytes", None)
+    if packed is not None:
+        return int(packed(layer))
+    return sum(p.nbytes for p in layer.parameters(recurse=False))
 
 
 @torch.inference_mode()

@@ -45,6 +45,11 @@ class PackedWeight:
         rows, columns = weight.shape
         self._rows_to_run = rows_to_run(rows, columns, weight.dtype, torch.get_num_threads())
 
+    @property
+    def nbytes(self) -> int:
+        """What a product reads of it."""
+        return self.source.nbytes
+
     def is_current(self, weight: torch.Tensor) -> bool:
         return self.source is weight and self.version == _weights_version
 
@@ -72,6 +77,10 @@ class GroupedWeight(PackedWeight):
         self.version = _weights_version
         self._weight = grouped(weight, bits) or _as_it_is(weight)
 
+    @property
+    def nbytes(self) -> int:
+        return self._weight.nbytes
+
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self._weight.linear(x, bias)
 
@@ -81,6 +90,7 @@ class _PlainWeight:
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
+        self.nbytes = weight.nbytes
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, self._weight, bias)
@@ -117,6 +127,10 @@ class PackedLinearMethod(UnquantizedLinearMethod):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         self._weight = made(layer.weight, head=False)
 
+    def read_bytes(self, layer: torch.nn.Module) -> int:
+        """What a product reads, for the cost of a step (budget/cost_sweep.py)."""
+        return _read_bytes(self._weight, layer)
+
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -126,6 +140,14 @@ class PackedLinearMethod(UnquantizedLinearMethod):
             return F.linear(x, layer.weight, bias)
         self._weight = packed
         return packed.linear(x, bias)
+
+
+def _read_bytes(packed: PackedWeight | None, layer: torch.nn.Module) -> int:
+    """What a product with a layer's parameters reads: of a packed weight, what that takes."""
+    sizes = {name: p.nbytes for name, p in layer.named_parameters(recurse=False)}
+    if packed is not None:
+        sizes["weight"] = packed.nbytes
+    return sum(sizes.values())
 
 
 class PackedHeadMethod(UnquantizedEmbeddingMethod):
@@ -140,6 +162,10 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         self._weight = None
+
+    def read_bytes(self, layer: torch.nn.Module) -> int:
+        """What a product reads, for the cost of a step (budget/cost_sweep.py)."""
+        return _read_bytes(self._weight, layer)
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

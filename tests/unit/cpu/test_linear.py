@@ -148,3 +148,11 @@ def test_formats_do_not_need_prepacking(monkeypatch):
     monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", "int8")
     linear.register()
     assert len(registered) == 5
+
+
+@pytest.mark.parametrize(("kind", "bits_read"), [("fp32", 32), ("int8", 8.5), ("int4", 5)])
+def test_a_layer_tells_what_its_product_reads(generator, monkeypatch, kind, bits_read):
+    monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", kind)
+    layer = torch.nn.Linear(64, 48, bias=False)
+    linear._pack_linear(None, UnquantizedLinearMethod(), layer)
+    assert layer.quant_method.read_bytes(layer) * 8 == 64 * 48 * bits_read
