@@ -25,6 +25,7 @@ PAGES = {
     "bigram_seconds": "docs/bigrams.md",
     "budget_knee": "docs/budget.md",
     "mirror_retrieval": "docs/mirror.md",
+    "cpu_weights": "docs/cpu.md",
     "cuda_widths": "docs/cuda.md",
     "draft_model": "docs/specasr.md",
     "relaxed_acceptance": "docs/relaxed.md",

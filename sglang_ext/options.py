@@ -101,6 +101,12 @@ class Options:
     max_body_mb: int = _option(
         64, "longest body of a request that is no form, in MiB", low=1, high=4096
     )
+    cpu_weights: str = _option(
+        "fp32",
+        "on CPUs: linear layers' weights as they are loaded (`fp32`), or in 8 or 4 bits: `int8`, "
+        "`int4`",
+        choices=("fp32", "int8", "int4"),
+    )
     grammar_cache_mb: int = _option(
         256,
         "compiled grammars (json_schema, regex, ebnf, structural_tag) that are kept, in MiB",
