@@ -5,9 +5,9 @@ Plain SGLang transcribes all clips of a folder and 20 minutes of audio derived f
 they differ, plain SGLang is asked again: a clip on which it contradicts itself at that batch size
 is shown and not counted. At most one server is up at a time.
 
-With `--cpu-weights int8` all these have their weights in that format, and one in float32 transcribes
-the clips with references too: wer_points_lost is how many points of word error rate the format
-costs, at most 0.3.
+With `--cpu-weights int8` all these have their weights in that format, and one in float32 does the
+clips too: wer_points_lost is how many points of word error rate the format costs where there are
+references, at most 0.3.
 
     python -m scripts.check_speech [--target T] [--draft D] [--audio DIR] [--cpu-weights FORMAT]
         [--quick] [--json FILE]
