@@ -1,5 +1,6 @@
 """The GPU kit's parts that need no GPU: time, results, ties, the planted model, the carry."""
 
+import argparse
 import dataclasses
 import gzip
 import importlib
@@ -191,10 +192,12 @@ def test_outputs_part_where_they_differ_or_where_one_ends():
 # Flags
 
 
-def test_the_flags_of_a_gpu_are_sglangs(tmp_path):
-    from sglang.srt.server_args import prepare_server_args
+def test_the_flags_of_a_gpu_are_sglangs():
+    from sglang.srt.server_args import ServerArgs
 
-    args = prepare_server_args(["--model-path", str(tmp_path), *COMMON, *gpu_flags([])])
+    parser = argparse.ArgumentParser()  # SGLang's own would set this process's log level
+    ServerArgs.add_cli_args(parser)
+    args = parser.parse_args(["--model-path", "here", *COMMON, *gpu_flags([])])
     assert args.cuda_graph_bs_decode[-1] == args.max_running_requests == 64
     assert args.context_length == 16384
 
