@@ -434,3 +434,9 @@ def test_a_report_shows_what_a_step_took():
     line = {"phase": "latency", "case": "adaptive, batch 4, acceptance 0.8", "status": "passed"}
     of_step = {"device": "X", "batch": 4, "acceptance": 0.8, "widths": [1, 16], **figures}
     assert "| adaptive | 0.8 | 4 | 2.0 | 1.5 | 0.5 | 3.0 |  | 1 16 |" in report([line | of_step])
+
+
+def test_lines_do_not_say_where_the_repository_lies(tmp_path):
+    lines = Lines(tmp_path, {})
+    lines.case("trace", "x", FAILED, error=[f'File "{Path(carry.REPOSITORY)}/scripts/a.py"'])
+    assert lines.read()[0]["error"] == ['File "scripts/a.py"']

@@ -115,15 +115,19 @@ def engine():
     return Sentences()
 
 
-@pytest.fixture
-def text_server(monkeypatch):
+def reached(made, monkeypatch):
+    """A text server, which every session's client reaches from now on."""
     # SGLang's requests without SGLang, which takes seconds to import.
     module = SimpleNamespace(GenerateReqInput=Request)
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", module)
-    made = TextServer()
     monkeypatch.setattr(realtime_route, "client", made.client)
     monkeypatch.setattr(sentence_translations, "_RETRY_S", 0.01)
     return made
+
+
+@pytest.fixture
+def text_server(monkeypatch):
+    return reached(TextServer(), monkeypatch)
 
 
 @contextlib.contextmanager
