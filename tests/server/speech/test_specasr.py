@@ -22,6 +22,7 @@ from scripts.lib.speech_client import (
     transcribe,
     transcribe_all,
 )
+from scripts.lib.word_errors import WordErrors
 from scripts.speech_data import FOLDER, read_clips
 from sglang_ext.models import resolve
 from speech.alignment import load_whisper
@@ -121,7 +122,11 @@ def whispers_frames(speech: Speech, tokens: list[int], frames: int) -> list[int]
 
 
 def test_a_live_session_shows_words_by_what_they_attend_to(specasr):
-    """In real time, with SpecASR's drafts and the last hypothesis's."""
+    """In real time, with SpecASR's drafts and the last hypothesis's.
+
+    A slow machine hears more audio at a step, and AlignAtt keeps what it showed: some words may
+    differ, most may not.
+    """
     clip = next(clip for clip in read_clips(FOLDER) if clip.name == "jfk.flac")
     runs = [
         asyncio.run(
@@ -131,7 +136,7 @@ def test_a_live_session_shows_words_by_what_they_attend_to(specasr):
     ]
     for run in runs:
         assert not run.errors and not run.mismatches
-        assert "what your country can do for you" in run.text.lower()
+        assert WordErrors([clip.text]).rate([run.text]) < 0.4, run.text
 
 
 @pytest.mark.parametrize(
