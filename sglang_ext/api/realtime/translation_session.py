@@ -228,9 +228,10 @@ class TranslationSession:
 def shown_tail(unstable: str, mask: int) -> str:
     """What is shown of what is not settled: all but its last words, which change most (mask-k,
     Arivazhagan et al. 2020, section 4.2)."""
-    words = split_words(unstable) if mask else []
-    held = sum(len(word) for word in words[-mask:])
-    return unstable[: max(0, len(unstable) - held)] if mask else unstable
+    if mask == 0:
+        return unstable
+    held = sum(len(word) for word in split_words(unstable)[-mask:])
+    return unstable[: max(0, len(unstable) - held)]
 
 
 def spoken_name(code: str) -> str:
