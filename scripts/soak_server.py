@@ -12,7 +12,9 @@ MiB, so the clients rest every few minutes: once the last answer is there, what 
 server keeps, and the slope is a line through these samples of the second half; threads are compared
 in them too, in processes that are there all the time. So that a rest can be short, the server gives
 freed memory back every few seconds, not once a minute (docs/cpu.md).
-Exit code 1 where a limit is broken: LIMITS.
+Exit code 1 where a limit is broken: LIMITS. Caches fill for a while (SmolLM2, 10 minutes: 16 MiB
+in the first of eight parts, 3 to 6 in the last three), so a run of less than half an hour is held
+to UNSETTLED_SLOPE: it finds what leaks a megabyte with every few requests, and no less.
 
     python -m scripts.soak_server [--minutes M] [--clients N] [--whisper MODEL] [--seed S]
         [--quick] [--json FILE]
@@ -53,6 +55,7 @@ LIMITS = {
     "rss_slope_mib_per_minute_second_half": 1.0, "unprovoked_errors": 0, "wrong_outputs": 0,
     "threads_growth": 4, "files_growth": 16, "sockets_growth": 16,
 }  # fmt: skip
+SETTLED_MINUTES, UNSETTLED_SLOPE = 30.0, 10.0
 _SSSD = ["--speculative-algorithm", "SSSD", "--max-running-requests", "16"]
 
 
@@ -248,9 +251,12 @@ async def run(server: Server, options: argparse.Namespace, minutes: float) -> di
 
 def limits_broken(figures: dict[str, float]) -> list[str]:
     """A line for each figure over its limit."""
+    limits = dict(LIMITS)
+    if figures["soak_minutes"] < SETTLED_MINUTES:
+        limits["rss_slope_mib_per_minute_second_half"] = UNSETTLED_SLOPE
     return [
         f"{name} is {figures[name]:.4g}, expected at most {limit}"
-        for name, limit in LIMITS.items()
+        for name, limit in limits.items()
         if not figures[name] <= limit
     ]
 

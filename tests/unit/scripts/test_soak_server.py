@@ -98,11 +98,20 @@ def test_clients_rest_when_the_last_answer_is_there_and_go_on(monkeypatch):
 
 def test_each_limit_that_is_broken_is_named():
     figures = growth_figures(samples(lambda minute: 3 * minute))
-    figures |= {"unprovoked_errors": 1, "wrong_outputs": 0}
+    figures |= {"soak_minutes": 60, "unprovoked_errors": 1, "wrong_outputs": 0}
     assert [line.split()[0] for line in limits_broken(figures)] == [
         "rss_slope_mib_per_minute_second_half", "unprovoked_errors", "sockets_growth",
     ]  # fmt: skip
-    assert not limits_broken(dict.fromkeys(LIMITS, 0.0))
+    assert not limits_broken({"soak_minutes": 60, **dict.fromkeys(LIMITS, 0.0)})
+
+
+def test_caches_may_fill_in_a_short_run_and_a_leak_is_found_in_it():
+    def broken(slope: float, minutes: float) -> bool:
+        figures = {**dict.fromkeys(LIMITS, 0.0), "soak_minutes": minutes}
+        return bool(limits_broken({**figures, "rss_slope_mib_per_minute_second_half": slope}))
+
+    assert broken(4, 60) and not broken(4, 5)
+    assert broken(11, 5)
 
 
 def test_a_sample_sees_this_process_and_the_table_shows_it():
