@@ -73,7 +73,7 @@ def _begins(*starts: str) -> Callable[[str], bool]:
 
 
 _of_transcription = _begins("transcription_", "audio_", "vad_", "word_aligner")
-_of_realtime = _begins("realtime_", "live_policy", "alignatt_", "translate_")
+_of_realtime = _begins("realtime_", "live_p", "alignatt_", "translate_")
 _of_security = _begins(
     "max_choices",
     "max_answers",

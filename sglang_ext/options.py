@@ -302,6 +302,13 @@ class Options:
         low=0.0,
         high=5.0,
     )
+    live_padding_seconds: float = _option(
+        3.0,
+        "live audio that will be heard again is encoded with so many seconds of silence behind it, "
+        "where a session names no `padding_ms`; 30: whole windows, as files are",
+        low=1.0,
+        high=30.0,
+    )
     translate_with: str = _option(
         "",
         "text server (`--drafters ssbd`) that translates live speech, `http://HOST:PORT`; empty: "

@@ -12,7 +12,7 @@ from sglang_ext import sglang_points
 from sglang_ext.options import Options
 from sglang_ext.servers.flag_names import ALGORITHM
 from sglang_ext.sglang_points.hooking import assign, hook, refusal
-from sglang_ext.whisper import audio_processor
+from sglang_ext.whisper import audio_context, audio_processor
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ def _register() -> None:
     _open_corpus_endpoints()
     _widen_request_rows()
     audio_processor.register()
+    audio_context.register()
     if multiprocessing.parent_process() is None:
         _add_routes()
 

@@ -46,6 +46,7 @@ _EXPECTED = {
     "relaxed.by": "target or drafter",
     "corpora": f"a list of at most {_MOST_CORPORA} names of corpora",
     "attended_frames": f"a whole number of 1 to {MOST_FRAMES}",
+    "audio_ctx": f"a whole number of 1 to {MOST_FRAMES}",
     "prediction": f"text of at most {LONGEST_PREDICTION} characters",
 }
 
@@ -96,6 +97,8 @@ class RequestOptions(BaseModel):
             instead (admission/predictions.py). None: nothing.
         attended_frames: of a Whisper on the CPU: its answer says to which of the encoder's first so
             many frames each token attends most (step/attended_frames.py). None: it does not.
+        audio_ctx: of a Whisper: so many frames of its audio are encoded, the rest is not heard
+            (whisper/audio_context.py). None: all of the window of 30 s.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
@@ -111,6 +114,7 @@ class RequestOptions(BaseModel):
     corpora: Annotated[tuple[_CorpusName, ...], Field(max_length=_MOST_CORPORA)] | None = None
     prediction: Annotated[str, StringConstraints(max_length=LONGEST_PREDICTION)] | None = None
     attended_frames: Annotated[int, Field(ge=1, le=MOST_FRAMES)] | None = None
+    audio_ctx: Annotated[int, Field(ge=1, le=MOST_FRAMES)] | None = None
 
     @field_validator("drafter", mode="before")
     @classmethod

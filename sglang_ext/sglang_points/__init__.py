@@ -185,6 +185,16 @@ KEY_BIASES = Point(
     _WHISPER + ".load_weights", How.BEFORE, "whisper/encoder_decoder",
     "key biases that SGLang leaves uninitialised are zeroed", takes="self",
 )  # fmt: skip
+ENCODER_TOKENS = Point(
+    _WHISPER + ".pad_input_ids", How.AROUND, "whisper/audio_context",
+    "fewer frames than a whole window's are encoded where a request says so",
+    takes="self, input_ids, mm_inputs",
+)  # fmt: skip
+ENCODE = Point(
+    _WHISPER + ".forward", How.AROUND, "whisper/audio_context",
+    "and requests of several lengths are encoded in one prefill",
+    takes="self, input_ids, positions, forward_batch",
+)  # fmt: skip
 PREBUILT = Point(
     _SRT + "disaggregation.decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin"
     ".prepare_for_prebuilt", How.AFTER, "whisper/encoder_decoder",

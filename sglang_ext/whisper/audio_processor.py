@@ -21,6 +21,7 @@ import numpy as np
 
 from sglang_ext import sglang_points
 from sglang_ext.sglang_points.hooking import hook
+from sglang_ext.whisper import audio_context
 
 if TYPE_CHECKING:
     from speech.prompts import WhisperVocabulary
@@ -84,10 +85,12 @@ def _whisper_processor() -> type:
                 return None
             if len(audio_data) != 1:
                 raise ValueError(f"Whisper takes one audio a request, got {len(audio_data)}")
+            asked = audio_context.asked(request_obj.sampling_params)
             prompt = take_prompt(request_obj, self._vocabulary, self.hf_config.vocab_size)
             feature, extra = await _made_off_the_loop(
                 audio_data[0], self.io_executor, self._features
             )
+            feature, extra = audio_context.cut(feature, extra, asked)
             item = MultimodalDataItem(
                 feature=feature, modality=Modality.AUDIO, model_specific_data=extra
             )

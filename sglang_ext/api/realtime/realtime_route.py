@@ -226,6 +226,7 @@ class Realtime:
                 backend.options.live_policy,
                 backend.options.alignatt_frames,
                 backend.options.realtime_step_seconds,
+                backend.options.live_padding_seconds,
             ),
             least_probability=threshold,
         )

@@ -76,11 +76,13 @@ class LivePolicy:
         name: localagreement (speech/agreement.py) or alignatt (speech/alignatt.py).
         frames: of 20 ms, that alignatt wants behind a word.
         step_s: seconds of new audio after which it is transcribed again; 0: the policy's default.
+        padding_s: seconds of silence that are encoded behind audio that will be heard again.
     """
 
     name: str = LOCAL_AGREEMENT
     frames: int = 20
     step_s: float = 0.0
+    padding_s: float = 3.0
 
     @property
     def steps(self) -> float:
@@ -257,6 +259,9 @@ class SettingsParser:
         taken: dict[str, Any] = {}
         if "step_ms" in given:
             taken["step_s"] = default.step_s if fields.step_ms is None else fields.step_ms / 1000
+        if "padding_ms" in given:
+            padding = fields.padding_ms
+            taken["padding_s"] = default.padding_s if padding is None else padding / 1000
         if "live_policy" in given:
             taken["name"] = fields.live_policy or default.name
         if "alignatt_frames" in given:
@@ -289,6 +294,7 @@ class SettingsParser:
                 "step_ms": round(settings.policy.steps * 1000),
                 "live_policy": settings.policy.name,
                 "alignatt_frames": settings.policy.frames,
+                "padding_ms": round(settings.policy.padding_s * 1000),
                 "view": settings.view,
             },
         }

@@ -96,6 +96,7 @@ class Extension(BaseModel):
         None, description=f"{LOCAL_AGREEMENT} or {ALIGNATT}"
     )
     alignatt_frames: Annotated[int, BeforeValidator(_whole)] | None = Field(None, ge=0, le=500)
+    padding_ms: _Milliseconds | None = Field(None, ge=1000, le=30_000)
     view: Text | None = Field(
         None,
         pattern=f"^{VIEW_NAME}$",

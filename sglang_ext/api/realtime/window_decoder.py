@@ -15,7 +15,8 @@ from sglang_ext.api.transcription.whisper_engine import WhisperEngine
 from sglang_ext.drafters.rehearing import PARAMETER
 from sglang_ext.request_options import MOST_FRAMES
 from sglang_ext.step.token_info import FRAMES
-from speech.chunks import ChunkOptions, single_chunk
+from sglang_ext.whisper.audio_context import PARAMETER as AUDIO_CTX
+from speech.chunks import FRAME_S, Chunk, ChunkOptions, single_chunk
 from speech.prompts import WhisperVocabulary
 from speech.segments import Segment
 from speech.streaming import Span, Window
@@ -93,7 +94,7 @@ class WindowDecoder:
             prompt=f"{self._settings.prompt} {said}".strip(),
             # What will be heard again is worth neither: decoding again, nor remembering.
             temperature_fallback=window.final,
-            custom_params=self._params_of(window),
+            custom_params=self._params_of(window, chunk),
             task=self._settings.task,
         )
         deltas: Deltas = asyncio.Queue()
@@ -102,10 +103,12 @@ class WindowDecoder:
         )
         return [_span(segment, self._engine.vocabulary) for segment in result.segments]
 
-    def _params_of(self, window: Window) -> dict[str, Any]:
+    def _params_of(self, window: Window, chunk: Chunk) -> dict[str, Any]:
         params = dict(self._params)
         if not window.final:
             params["ingest"] = False
+            heard = chunk.duration + self._settings.policy.padding_s
+            params[AUDIO_CTX] = min(math.ceil(heard / FRAME_S), MOST_FRAMES)
         if window.guided:
             params[FRAMES] = MOST_FRAMES
         if self._rehears:

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_ext.api.http import checked_meta
 from sglang_ext.step.token_info import FRAMES
+from sglang_ext.whisper.audio_context import PARAMETER as AUDIO_CTX
 from sglang_ext.whisper.audio_processor import PcmAudio
 from speech.chunks import FRAME_S, Chunk
 from speech.prompts import WhisperVocabulary
@@ -80,7 +81,8 @@ class WhisperEngine:
             "max_new_tokens": self.context - len(prompt),
             "custom_params": _params_of(chunk, custom_params) or None,
         }
-        first = self._encoder_tokens + prompt.index(self.vocabulary.start)
+        encoded = custom_params.get(AUDIO_CTX, self._encoder_tokens)
+        first = encoded + prompt.index(self.vocabulary.start)
         asked: dict[str, Any] = {"return_logprob": True, "logprob_start_len": first}
         asked |= {"token_ids_logprob": [self.vocabulary.no_speech], "stream": stream}
         request = self._request(chunk, prompt, sampling, **asked)

@@ -20,8 +20,16 @@ from sglang_ext.api.realtime import realtime_route
 from sglang_ext.api.realtime.realtime_events import TAIL
 from sglang_ext.api.realtime.realtime_route import PATH, Realtime, RealtimeBackend
 from sglang_ext.options import Options
+from speech.chunks import FRAME_S
 from speech.prompts import WhisperVocabulary
-from tests.unit.api.realtime.fake_whisper import WORDS, FakeWhisper, Loudness, spoken
+from tests.unit.api.realtime.fake_whisper import (
+    GAP_S,
+    WORD_S,
+    WORDS,
+    FakeWhisper,
+    Loudness,
+    spoken,
+)
 
 COMPLETED = "conversation.item.input_audio_transcription.completed"
 DELTA = "conversation.item.input_audio_transcription.delta"
@@ -204,7 +212,10 @@ def test_audio_in_every_format_is_understood(engine, beta, ga, rate):
             assert wire.until(COMPLETED)["transcript"] == " ".join(WORDS[:5])
 
 
-LOCAL = {"step_ms": 1000, "live_policy": "localagreement", "alignatt_frames": 20, "view": None}
+LOCAL = {
+    "step_ms": 1000, "live_policy": "localagreement", "alignatt_frames": 20, "padding_ms": 3000,
+    "view": None,
+}  # fmt: skip
 GA_KIND, BETA_KIND = "session.update", "transcription_session.update"
 
 
@@ -529,7 +540,23 @@ def test_what_will_be_heard_again_is_not_remembered(engine):
         wire.say([WORDS[6]])
         wire.send("input_audio_buffer.commit")
         wire.until(COMPLETED)
-    assert engine.calls[0][0] == {"ingest": False} and engine.calls[-1][0] == {}
+    assert engine.calls[0][0]["ingest"] is False and engine.calls[-1][0] == {}
+
+
+def test_of_what_will_be_heard_again_a_part_of_the_window_is_encoded(engine):
+    with connected(backend(engine, options={"live_padding_seconds": 2.0})) as wire:
+        for padding in (None, 4000, 30_000):
+            wire.update(MANUAL | {"sglang_ext": {"padding_ms": padding}})
+            calls = len(engine.calls)
+            wire.say(WORDS[:6])
+            wire.portal.call(reach, lambda before=calls: len(engine.calls) > before)
+            wire.send("input_audio_buffer.commit")
+            wire.until(COMPLETED)
+            seconds = 6 * (WORD_S + GAP_S) + (padding or 2000) / 1000
+            frames = min(1500, seconds / FRAME_S)
+            # Audio that is there by then, without the silence around it.
+            assert frames - 3 / FRAME_S < engine.calls[calls][0]["audio_ctx"] <= frames
+            assert "audio_ctx" not in engine.calls[-1][0]
 
 
 def test_every_event_but_our_own_is_openais(engine):

@@ -384,8 +384,9 @@ def test_settings_that_are_left_out_stay_and_null_is_the_default(engine, text_se
         assert first["audio"]["input"]["noise_reduction"] is None
         second = wire.update({"sglang_ext": {"finished_only": True, "beta": None}})
         assert second["sglang_ext"] == {
-            "step_ms": 500, "live_policy": "localagreement", "alignatt_frames": 20, "view": None,
-            "finished_only": True, "mask": 2, "beta": None, "transcription_events": False,
+            "step_ms": 500, "live_policy": "localagreement", "alignatt_frames": 20,
+            "padding_ms": 3000, "view": None, "finished_only": True,
+            "mask": 2, "beta": None, "transcription_events": False,
         }  # fmt: skip
         assert second["audio"]["output"] == {"language": "de"}
         assert wire.update({"audio": {"output": None}})["audio"]["output"] == {"language": None}
