@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import gelu
 from whisper.model import disable_sdpa
 
 from scripts.lib.http_client import HTTP
@@ -101,6 +102,50 @@ def test_attended_frames_are_whispers_with_any_draft_in_any_batch(specasr, speec
         apart = [abs(a - b) for a, b in zip(made.frames, wanted[i], strict=False)]
         # Sums are in another order: where two frames weigh the same, either may be it.
         assert sum(a > 1 for a in apart) <= len(apart) // 20, (params, made.frames, wanted[i])
+
+
+def test_a_part_of_the_window_gives_whispers_tokens_in_any_batch(specasr, speech):
+    """Parts of several lengths and whole windows in one batch, with drafts and without."""
+    clips = speech[:3]
+    parts = [round(clip.clip.seconds * 50) + 150 for clip in clips]
+    wanted = [
+        transcribe(specasr.base_url, clip, {"drafter": "none", "audio_ctx": part}).token_ids
+        for clip, part in zip(clips, parts, strict=True)
+    ]
+    for clip, part, tokens in zip(clips, parts, wanted, strict=True):
+        assert tokens == whispers_choice(clip, tokens, part)
+    jobs = [
+        (i, {**mode, "budget": "fixed", **extra})
+        for mode in ({"drafter": "none"}, {"specasr": {"mode": "tsp"}}, {"drafter": "random"})
+        for i in range(len(clips))
+        for extra in ({"audio_ctx": parts[i]}, {})
+    ]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        got = list(pool.map(lambda job: transcribe(specasr.base_url, clips[job[0]], job[1]), jobs))
+    whole = [made.token_ids for made in got[1::2]]
+    assert [made.token_ids for made in got[::2]] == [wanted[i] for i, _ in jobs[::2]]
+    assert whole == whole[: len(clips)] * 3
+    body = {
+        "text": "",
+        "audio_data": clips[0].url,
+        "sampling_params": {"custom_params": {"audio_ctx": 0}},
+    }
+    refused = HTTP.post(specasr.base_url + "/generate", json=body, timeout=60)
+    assert refused.status_code == 400 and "custom_params.audio_ctx must be" in refused.text
+
+
+def whispers_choice(speech: Speech, tokens: list[int], frames: int) -> list[int]:
+    """What openai-whisper, which hears so many frames, finds likeliest at each of the tokens."""
+    model = load_whisper(Path(resolve("whisper-base")))
+    encoder = model.encoder
+    mel = log_mels(speech.clip.mono(SAMPLE_RATE), model.dims.n_mels)[None, :, : 2 * frames]
+    prompt = WhisperVocabulary(model.dims.n_vocab).prompt("en")
+    with torch.inference_mode():
+        x = gelu(encoder.conv2(gelu(encoder.conv1(mel)))).mT + encoder.positional_embedding[:frames]
+        for block in encoder.blocks:
+            x = block(x)
+        logits = model.decoder(torch.tensor([[*prompt, *tokens]]), encoder.ln_post(x))
+    return logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
 def whispers_frames(speech: Speech, tokens: list[int], frames: int) -> list[int]:
