@@ -38,6 +38,11 @@ class PlainWeight:
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
         self._weight = weight.to(dtype)
 
+    @property
+    def shape(self) -> torch.Size:
+        """[N, K]."""
+        return self._weight.shape
+
     def product(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x.to(self._weight.dtype), self._weight).to(x.dtype)
 

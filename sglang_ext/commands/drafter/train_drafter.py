@@ -15,13 +15,9 @@ from sglang_ext.block_drafter.drafter_manifest import (
 from sglang_ext.block_drafter.shapes import SHAPES, Shape
 from sglang_ext.block_drafter.target_models import TargetModel, load_target
 from sglang_ext.block_drafter.trainer import Progress, Recipe, Trainer
-from sglang_ext.block_drafter.training_data import (
-    TrainingData,
-    read_datastore,
-    read_file,
-    source_rule,
-)
+from sglang_ext.block_drafter.training_data import TrainingData, source_rule
 from sglang_ext.block_drafter.training_set import make_training_set
+from sglang_ext.commands.drafter.training_arguments import check_training, read_data
 
 _NO_WEIGHTS = "0" * 64
 
@@ -31,12 +27,7 @@ def run(args: argparse.Namespace) -> int:
     shape = _shape(args)
     _check(args)
     target = load_target(args.model)
-    data = (
-        read_file(args.data, target, args.most_tokens)
-        if args.data
-        else read_datastore(args.datastore, target, args.most_tokens, args.namespaces)
-    )
-    trained = _train(args, shape, target, data)
+    trained = _train(args, shape, target, read_data(args, target))
     scores = trained.scores["accepted_per_step"]
     held = trained.scores["held_out"]
     by_k = ", ".join(f"k {k}: {score:.2f}" for k, score in scores.items())
@@ -77,15 +68,9 @@ def _train(
 
 def _check(args: argparse.Namespace) -> None:
     """Raises BlockDrafterError: the output folder or the device cannot be used."""
-    if args.namespaces and not args.datastore:
-        raise BlockDrafterError("--namespaces are those of a --datastore")
+    check_training(args)
     if is_drafter_folder(args.out) and not (args.out / FOLDER).is_dir():
         raise BlockDrafterError(f"{args.out} holds a trained drafter already: name another folder")
-    if args.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise BlockDrafterError("--device cuda: torch finds no such device here")
 
 
 def _shape(args: argparse.Namespace) -> Shape:
@@ -99,8 +84,6 @@ def _shape(args: argparse.Namespace) -> Shape:
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
-    if not 0 < args.learning_rate < 1:
-        raise BlockDrafterError(f"--learning-rate {args.learning_rate:g}: expected 0 to 1")
     if not 0 <= args.dropout < 1:
         raise BlockDrafterError(f"--dropout {args.dropout:g}: expected 0 to 1")
     return Recipe(

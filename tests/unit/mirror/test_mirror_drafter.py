@@ -341,7 +341,7 @@ def test_what_cannot_draft_ends_the_start(folder, changes, message):
     ("given", "message"),
     [
         (3, "mirror must be an object"),
-        ({"depth": 3}, "mirror.'depth' is unknown; known: exit, retrieval, kappa"),
+        ({"depth": 3}, "mirror.'depth' is unknown; known: exit, retrieval, streams, kappa"),
         ({"exit": 1}, "mirror.exit must be true or false"),
         ({"kappa": 0}, "mirror.kappa must be a whole number of 1 to 64"),
     ],

@@ -193,7 +193,7 @@ def test_retrieval_saves_passes_where_the_text_repeats_itself(folder, reference)
     # A text that the model continues in a circle, so that its own past tells what follows.
     output = reference.continued(PROMPT, 120)
     passes = {}
-    for guesses, flags in ((False, 0), (True, messages.NO_GUESSES), (True, 0)):
+    for guesses, flags in ((False, 0), (True, messages.NO_RETRIEVAL), (True, 0)):
         bench = next(made(folder, guesses))
         bench.tell(*text(1, PROMPT + output, flags=flags))
         bench.work()
