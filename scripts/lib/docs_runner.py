@@ -27,6 +27,7 @@ PLACEHOLDERS = {
     "MODEL": MODEL, "FILE": "figures.json", "DIR": "out", "VERSION": version("sglang")
 }  # fmt: skip
 _DATA = ROOT / "scripts" / "data"
+_DISTURBED = 3
 _COMMAND_S = 1800
 # Below what other programs on the machine leave; the pages' own flags come first.
 _SMALL_POOL = ["--max-total-tokens", "8192"]
@@ -217,7 +218,9 @@ class DocsRunner:
             return f"did not end within {_COMMAND_S} s:\n{_tail(log)}"
         finally:
             processes.stop_group(process)
-        return f"exit code {code}:\n{_tail(log)}" if code else ""
+        # A sweep on a machine that others use ends so, and has measured all the same.
+        fine = (0, _DISTURBED) if text.startswith("sglang-ext sweep") else (0,)
+        return "" if code in fine else f"exit code {code}:\n{_tail(log)}"
 
     def _filled(self, text: str) -> str:
         """A command with what its reader would fill in, and ports that are free here."""

@@ -72,8 +72,22 @@ class CostModel:
         self._moments = np.zeros((6, 6)), np.zeros(6)
         self._factors = self._assumed()
 
-    def observe(self, tokens: int, seconds: float, verify: bool = False, read: float = 0.0) -> None:
-        """Take in that a plain step, or one that verified drafts, took `seconds`."""
+    def observe(
+        self,
+        tokens: int,
+        seconds: float,
+        verify: bool = False,
+        read: float = 0.0,
+        held_up: bool = False,
+    ) -> None:
+        """Take in that a plain step, or one that verified drafts, took `seconds`.
+
+        Args:
+            held_up: by something else, as its CPU time tells (held_up.py): it says nothing of what
+                such a step costs, however many of them there are.
+        """
+        if held_up:
+            return
         if self._steps < _FIRST_STEPS:
             besides = max(0.0, seconds - float(self._prior(tokens))) / self._unit
             self._fixed = min(self._fixed, besides) if self._steps else besides

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from sglang_ext.sweep.plan import Plan
 
 _FAILED = 1
 _USAGE_ERROR = 2
+_DISTURBED = 3
 # Where --data is not given: a folder of the user's data by kind of workload, else the package's.
 _FOLDERS = {TEXT: "text", AUDIO: "speech", RETRANSLATION: "parallel"}
 
@@ -169,7 +170,7 @@ def _add_subcommands(command: argparse.ArgumentParser) -> None:
 
 @end_as_ctrl_c()
 def run(args: argparse.Namespace) -> int:
-    """Measure, then report; returns the exit code (1: something is missing or failed)."""
+    """Measure, then report; returns the exit code (1: a run failed or is missing, 3: disturbed)."""
     try:
         extras.require("sweep", ["sweep", "speech"] if is_whisper(args.model) else ["sweep"])
     except extras.MissingExtra as error:
@@ -374,30 +375,28 @@ def _sweep(
     from sglang_ext.sweep.runner import Runner
     from sglang_ext.sweep.servers import Servers
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    _note_environment(results, say)
+    _note_environment(results)
     plan = results.plan
     flags = servers_for(METHODS[name] for name in plan.methods)
-    with Servers(plan.model, flags, plan.server_flags, dict(args.url), say, args.out) as servers:
-        runner = Runner(results, workloads, METHODS, servers, path, decode, say)
-        say(f"{args.out}: {len(runner.left())} of {sum(1 for _ in plan.order())} runs to make")
+    with Servers(plan.model, flags, plan.server_flags, dict(args.url), _say, args.out) as servers:
+        runner = Runner(results, workloads, METHODS, servers, path, decode, _say)
+        _say(f"{args.out}: {len(runner.left())} of {sum(1 for _ in plan.order())} runs to make")
         runner.run()
-    if any(point.error is None for point in results.points):
-        _report(args.out)
+    disturbed = any(p.error is None for p in results.points) and _report(args.out)
     for problem in runner.problems:
-        say(f"sglang-ext sweep: {problem}")
+        _say(f"sglang-ext sweep: {problem}")
     missing = len(runner.missing())
     if missing:
-        say(f"{missing} runs have no result. {_how_to_go_on(args.out)}")
-    return _FAILED if runner.problems or missing else 0
+        _say(f"{missing} runs have no result. {_how_to_go_on(args.out)}")
+    if runner.problems or missing:
+        return _FAILED
+    return _DISTURBED if disturbed else 0
 
 
-def _note_environment(results: Any, say: Callable[[str], None]) -> None:
+def _note_environment(results: Any) -> None:
     from sglang_ext.sweep import provenance
 
     now = provenance.collect()
@@ -407,16 +406,24 @@ def _note_environment(results: Any, say: Callable[[str], None]) -> None:
         return
     changes = provenance.changes(before, now)
     for change in changes:
-        say(f"this is not what the sweep began with: {change}")
+        _say(f"this is not what the sweep began with: {change}")
     resumed = {"started": now["started"], "changes": changes}
     results.write_environment(before | {"resumed": [*before.get("resumed", []), resumed]})
 
 
-def _report(folder: Path) -> None:
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _report(folder: Path) -> bool:
+    """Write a folder's report; returns whether its repeats bear out no least ratio."""
     from sglang_ext.sweep.report import write_report
 
-    write_report(folder)
+    summary = write_report(folder)
     print(f"{folder / 'report.html'}, summary.md, summary.csv, figures.json")
+    for line in summary.doubts():
+        _say(f"sglang-ext sweep: {line}")
+    return summary.disturbed
 
 
 def _how_to_go_on(folder: Path) -> str:

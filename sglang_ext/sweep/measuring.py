@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from sglang_ext.servers.cpu_watch import CpuWatch
 from sglang_ext.sweep.items import Item, Workload, as_sessions, streams
 from sglang_ext.sweep.load import Answer, Load, run_batch
 from sglang_ext.sweep.methods import Method
@@ -93,6 +94,7 @@ class Measurement:
         self.parts = [items_of(method, part, run) for part in parts_of(workload, point)]
         self._loads: list[Load] = []
         self._cpu: list[float | None] = []
+        self._others = CpuWatch(whole=server.is_own)
         self._nodes = self._steps = 0.0
         self._started = time.time()
         self._open_namespace()
@@ -113,7 +115,8 @@ class Measurement:
         began = time.monotonic()
         nodes, steps = self._server.widths()
         cpu = self._server.cpu_seconds()
-        self._loads.append(send(self.parts[place], self.params))
+        with self._others.span():
+            self._loads.append(send(self.parts[place], self.params))
         cpu_after = self._server.cpu_seconds()
         nodes_after, steps_after = self._server.widths()
         self._cpu.append(cpu_after - cpu if cpu is not None and cpu_after is not None else None)
@@ -136,6 +139,7 @@ class Measurement:
         if width is None and self._steps:
             width = self._nodes / self._steps
         cpu = [s for s in self._cpu if s is not None]
+        others = self._others.shares
         result = PointResult(
             repeat=self._repeat, **dataclasses.asdict(self.point), started=self._started,
             duration_s=sum(load.duration_s for load in self._loads), requests=len(answers),
@@ -145,6 +149,8 @@ class Measurement:
             cpu_s=sum(cpu) if cpu and len(cpu) == len(self._cpu) else None,
             memory_mb=self._server.memory_mb(), verify_width=width,
             accept_length=accept_length(good), error=error,
+            foreign_share=None if others is None else others.foreign,
+            stolen_share=None if others is None else others.stolen,
         )  # fmt: skip
         requests = [_request(self._repeat, self.point, a, ratios.get(a.id, {})) for a in answers]
         return result, requests if error is None else []

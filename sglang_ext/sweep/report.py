@@ -39,8 +39,11 @@ figure svg { max-width: 100%; height: auto; }
 """
 
 
-def write_report(folder: Path) -> None:
+def write_report(folder: Path) -> Summary:
     """Write summary.md, summary.csv, plots/, figures.json and report.html into a results folder.
+
+    Returns:
+        What they show.
 
     Raises:
         ResultsError: there are no results, or they cannot be read.
@@ -52,6 +55,7 @@ def write_report(folder: Path) -> None:
     plots = write_plots(summary, folder / PLOTS)
     page = html(summary, [(plot, _svg(folder / PLOTS / f"{plot.name}.svg")) for plot in plots])
     (folder / HTML).write_text(page, encoding="utf-8")
+    return summary
 
 
 def html(summary: Summary, pictures: Sequence[tuple[Plot, str]]) -> str:

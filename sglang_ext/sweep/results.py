@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang_ext.models.cached_tables import PARTIAL, replace_file
+from sglang_ext.servers.cpu_watch import Shares
 from sglang_ext.sweep.plan import Plan, PlanError, Point
 
 PLAN = "sweep.json"
@@ -50,6 +51,9 @@ class PointResult:
             server does not say.
         accept_length: tokens by verify step; None without speculation.
         error: why there is no result.
+        foreign_share: what other programs took of the processors meanwhile, 0.25 for a quarter of
+            all of them; None: not known, or not told apart from a server that was not started here.
+        stolen_share: likewise the host of a virtual machine; None: not known.
     """
 
     repeat: int
@@ -68,10 +72,18 @@ class PointResult:
     verify_width: float | None
     accept_length: float | None
     error: str | None
+    # Folders of earlier versions lack them.
+    foreign_share: float | None = None
+    stolen_share: float | None = None
 
     @property
     def point(self) -> Point:
         return Point(self.method, self.workload, self.mode, self.load)
+
+    @property
+    def others(self) -> Shares | None:
+        """What others took of the processors; None: not known."""
+        return None if self.stolen_share is None else Shares(self.foreign_share, self.stolen_share)
 
     @property
     def output_throughput(self) -> float:

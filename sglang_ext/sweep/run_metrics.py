@@ -1,7 +1,7 @@
 """A run's columns, named and computed as in SGLang's bench_serving.
 
 Source: sglang/benchmark/serving.py, calculate_metrics. What it does not have: verify_width,
-cpu_s_per_1k_tokens, memory_mb, and the columns of quality.py.
+cpu_s_per_1k_tokens, memory_mb, foreign_cpu_percent, steal_percent, and the columns of quality.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,6 +20,7 @@ COLUMNS = (
     "request_throughput", "input_throughput", "output_throughput", "total_throughput",
     *(f"{statistic}_{latency}_ms" for latency in LATENCIES for statistic in STATISTICS),
     "concurrency", "accept_length", "verify_width", "cpu_s_per_1k_tokens", "memory_mb",
+    "foreign_cpu_percent", "steal_percent",
 )  # fmt: skip
 
 
@@ -101,6 +102,9 @@ class Run:
             }
         if point.cpu_s is not None and point.output_tokens:
             known["cpu_s_per_1k_tokens"] = 1e3 * point.cpu_s / point.output_tokens
+        if (others := point.others) is not None:
+            known["steal_percent"] = 100.0 * others.stolen
+            known["foreign_cpu_percent"] = None if others.foreign is None else 100 * others.foreign
         for name in LATENCIES:
             known |= _statistics(name, self._intervals if name == "itl" else [self._seconds[name]])
         for name, scale in QUALITIES.items():

@@ -407,10 +407,11 @@ class Runner:
         left = self._pace.left((point for _, point in waiting), starts)
         baseline = self._baseline(result)
         ratio = f"{result.output_throughput / baseline:.2f}x AR" if baseline else ""
+        others = f"  disturbed: {o}" if (o := result.others) and o.disturbed else ""
         return (
             f"{self._total - len(after)}/{self._total}  repeat {result.repeat + 1}  "
             f"{result.workload} {result.mode} {result.load:g}  {result.method:17}"
-            f"{result.output_throughput:8.1f} tokens/s  {ratio:9}  {left}"
+            f"{result.output_throughput:8.1f} tokens/s  {ratio:9}  {left}{others}"
         )
 
     def _baseline(self, result: PointResult) -> float:

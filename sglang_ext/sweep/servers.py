@@ -114,6 +114,11 @@ class RunningServer:
         limits = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.Client(limits=limits, follow_redirects=True, timeout=_CONTROL_TIMEOUT_S)
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it was started here, below this process."""
+        return self._process is not None
+
     def answers(self) -> bool:
         """Whether it is there."""
         return (self._process is None or self._process.is_running()) and is_ready(self.url)

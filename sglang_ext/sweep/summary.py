@@ -5,14 +5,16 @@ drifts moves both; their median is what is shown. Unfinished sweeps have what th
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from sglang_ext.servers.cpu_watch import Shares
+from sglang_ext.sweep import disturbance
 from sglang_ext.sweep.methods import BASELINE, METHODS, OURS, PEER_WORKLOADS
-from sglang_ext.sweep.plan import BATCH, Plan, Point
-from sglang_ext.sweep.repeatability import agreement_limit
+from sglang_ext.sweep.plan import BATCH, RATE, Plan, Point
+from sglang_ext.sweep.repeatability import agreement_limit, ratio_error
 from sglang_ext.sweep.results import PointResult, Results
 from sglang_ext.sweep.run_metrics import Run
 from sglang_ext.sweep.settling import runs_needed
@@ -78,7 +80,11 @@ class Summary:
 
     Attributes:
         runs: that are finished, of `planned`, those of settling.py included.
-        problems: runs without a result, failed requests, changes between resumptions.
+        others: what other programs and the host took of the processors over all runs; None: not
+            known.
+        disturbed_runs: runs of which they took too much, see cpu_watch.py.
+        problems: runs without a result, failed requests, changes between resumptions, disturbed
+            runs, and why no least ratio is given.
     """
 
     plan: Plan
@@ -87,6 +93,8 @@ class Summary:
     categories: Sequence[Row]
     runs: int
     planned: int
+    others: Shares | None
+    disturbed_runs: int
     problems: Sequence[str]
 
     def row(self, point: Point) -> Row | None:
@@ -112,8 +120,18 @@ class Summary:
         there = {row.point.method for row in self.rows}
         return [name for name in self.plan.methods if name in there]
 
+    @property
+    def disturbed(self) -> bool:
+        """Whether repeats differ so far that they bear out no least ratio."""
+        return any(disturbance.is_disturbed(self._ratios(mode)) for mode in (BATCH, RATE))
+
+    def doubts(self) -> list[str]:
+        """Why a least ratio is not given, a line each."""
+        found = (line for mode in (BATCH, RATE) for line in disturbance.doubts(self._ratios(mode)))
+        return list(dict.fromkeys(found))
+
     def figures(self) -> dict[str, Any]:
-        """The figures; what cannot be had is left out.
+        """The figures; what cannot be had, or is not borne out by the repeats, is left out.
 
         min_ratio_sssd_vs_ar: SSSD live's output tokens/s by AR's, the least over workloads and
             batch sizes; min_ratio_specasr_vs_ar, min_ratio_ssbd_vs_ar: likewise SpecASR TSP's and
@@ -126,6 +144,12 @@ class Summary:
             "batch" with two repeats or more; spread_percent_median: their median;
             speedup_spread_percent: likewise the worst of speedup; speedup_agreement_percent: by how
             much those of another such sweep may differ, see repeatability.py.
+        ratio_error_percent: how far off a point's median ratio may be, with 95% probability, see
+            repeatability.py; the least ratios are given where it is at most
+            disturbance.MOST_ERROR_PERCENT.
+        foreign_cpu_percent, steal_percent: what other programs and the host took of the processors.
+        disturbed: 1 where repeats differ too far for a least ratio; disturbed_runs: those of which
+            others took too much.
         equal_outputs_percent: of the requests of all methods that are exact.
         """
         batch = [row for row in self.rows if row.point.mode == BATCH]
@@ -134,16 +158,16 @@ class Summary:
             for name in ("output_throughput", "speedup")
         )
         known: dict[str, Any] = {
-            **self._vs_ar("min_ratio_{}_vs_ar", batch=True),
-            "min_ratio_sssd_vs_best_ngram_peer": _least(self._vs_peers(batch)),
-            **self._vs_ar("min_rate_ratio_{}_vs_ar", batch=False),
+            **self._least_ratios(batch),
             "methods": self.methods,
             "batch_sizes": sorted({int(row.point.load) for row in batch}),
             "workloads": list(dict.fromkeys(row.point.workload for row in self.rows)),
             "spread_percent": max(spreads, default=None),
             "spread_percent_median": float(np.median(spreads)) if spreads else None,
             "speedup_spread_percent": max(of_speedup, default=None),
-            "speedup_agreement_percent": self._agreement(batch),
+            "speedup_agreement_percent": agreement_limit(self._ratios(BATCH)),
+            "ratio_error_percent": ratio_error(self._ratios(BATCH)),
+            **self._quietness(),
             "equal_outputs_percent": self._equal_outputs(),
             "runs": self.runs,
             "runs_planned": self.planned,
@@ -158,16 +182,34 @@ class Summary:
                 ratios = (self._ratio(row, name) for name in peers)
                 yield from (ratio for ratio in ratios if ratio is not None)
 
-    def _agreement(self, batch: Sequence[Row]) -> float | None:
-        """By how many percent speedups of another such sweep may differ from those of `batch`."""
-        return agreement_limit(
-            [
-                _speedups(row, base)
-                for row in batch
-                if row.point.method != BASELINE
-                and (base := self.row(_with_method(row.point, BASELINE))) is not None
-            ]
-        )
+    def _ratios(self, mode: str) -> list[list[float]]:
+        """Of each point of a mode that AR was measured at too, its speedups by repeat."""
+        return [
+            _speedups(row, base)
+            for row in self.rows
+            if row.point.mode == mode
+            and row.point.method != BASELINE
+            and (base := self.row(_with_method(row.point, BASELINE))) is not None
+        ]
+
+    def _least_ratios(self, batch: Sequence[Row]) -> dict[str, float | None]:
+        """The least ratios, of the modes whose repeats bear one out."""
+        found: dict[str, float | None] = {}
+        if disturbance.supports(self._ratios(BATCH)):
+            found |= self._vs_ar("min_ratio_{}_vs_ar", batch=True)
+            found["min_ratio_sssd_vs_best_ngram_peer"] = _least(self._vs_peers(batch))
+        if disturbance.supports(self._ratios(RATE)):
+            found |= self._vs_ar("min_rate_ratio_{}_vs_ar", batch=False)
+        return found
+
+    def _quietness(self) -> dict[str, float | None]:
+        known: dict[str, float | None] = {"disturbed": int(self.disturbed)}
+        if self.others is not None:
+            foreign = self.others.foreign
+            known["foreign_cpu_percent"] = None if foreign is None else 100.0 * foreign
+            known["steal_percent"] = 100.0 * self.others.stolen
+            known["disturbed_runs"] = self.disturbed_runs
+        return known
 
     def _vs_ar(self, name: str, batch: bool) -> dict[str, float | None]:
         """Our methods' least ratios to AR, over batch sizes or over rates."""
@@ -225,15 +267,19 @@ def summarize(results: Results) -> Summary:
         }
         rows.append(Row(point, "", by_repeat, _medians(by_repeat)))
         categories += _category_rows(point, repeats, base)
-    return Summary(
+    made = list(finished.values())
+    summary = Summary(
         results.plan,
         results.environment,
         _with_speedups(rows),
         _with_speedups(categories),
         len(finished),
         len({*finished, *runs_needed(results.plan, results.points)}),
-        list(_problems(results, finished)),
+        disturbance.shares_of(made),
+        sum(run.others is not None and run.others.disturbed for run in made),
+        [*_problems(results, finished), *disturbance.disturbed_runs(made)],
     )
+    return replace(summary, problems=[*summary.problems, *summary.doubts()])
 
 
 def title(method: str) -> str:

@@ -139,6 +139,19 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     train.add_argument("--out", metavar="DIR", type=Path, required=True)
     train.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     train.add_argument("--shape", choices=tuple(SHAPES), default="small", help="[%(default)s]")
+    train.add_argument(
+        "--encoder",
+        choices=("own", "target"),
+        default="own",
+        help="who reads a source: layers of the drafter, or the target itself, whose states the "
+        "drafter takes [%(default)s]",
+    )
+    train.add_argument(
+        "--encoder-layer",
+        type=whole_number,
+        default=0,
+        help="behind so many layers of the target [two thirds of them]",
+    )
     train.add_argument("--block", type=whole_number, default=10, help="k [%(default)d]")
     train.add_argument(
         "--outputs", type=whole_number, default=8000, help="tokens it can draft [%(default)d]"
@@ -152,6 +165,13 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default=20_000_000,
         help="of the data, about 30 bytes of memory each [%(default)d]",
     )
+    _add_streaming(train)
+    _add_recipe(train)
+    train.set_defaults(func=_guarded(_train))
+
+
+def _add_streaming(train: argparse.ArgumentParser) -> None:
+    """What only lookahead streams need."""
     streaming = train.add_argument_group("with --kind streaming")
     streaming.add_argument(
         "--draft-model", metavar="NAME", default="", help="a folder or a known name"
@@ -162,8 +182,6 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     streaming.add_argument(
         "--rank", type=whole_number, default=16, help="of the changes of matrices [%(default)d]"
     )
-    _add_recipe(train)
-    train.set_defaults(func=_guarded(_train))
 
 
 def _add_recipe(train: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from sglang_ext.servers.processes import start, stop_group
 from sglang_ext.sweep.results import Results
+from sglang_ext.sweep.summary import summarize
 from tests.eventually import eventually
 
 METHODS = ("ar", "pld", "sssd-live")
@@ -49,7 +50,11 @@ def test_all_is_measured_although_a_server_died(folder):
     figures = json.loads((folder / "figures.json").read_text())["figures"]
     assert figures["runs"] == figures["runs_planned"] == 6
     assert figures["batch_sizes"] == [1, 2] and figures["methods"] == list(METHODS)
-    assert figures["min_ratio_sssd_vs_ar"] > 0
+    # Single runs bear out no least ratio, and say nothing of the machine.
+    assert not [name for name in figures if name.startswith("min_")] and not figures["disturbed"]
+    rows = summarize(Results.read(folder)).rows
+    assert all(row.median("speedup") > 0 for row in rows)
+    assert all(row.median("foreign_cpu_percent") is not None for row in rows)
     errors = [point.error for point in Results.read(folder).points if point.error]
     assert errors and all("the server 'sssd' died" in error for error in errors)
 

@@ -264,3 +264,8 @@ def test_sweeps_that_cannot_be_compared(tmp_path, capsys):
     assert "no batch size was measured in both" in capsys.readouterr().err
     assert main(["sweep", "compare", str(first), str(tmp_path / "none")]) == 2
     assert str(tmp_path / "none") in capsys.readouterr().err
+
+
+def test_a_sweep_whose_repeats_differ_too_far_ends_with_3(tmp_path, servers, reported, monkeypatch):
+    monkeypatch.setattr("sglang_ext.commands.sweep._report", lambda folder: True)
+    assert main(options(tmp_path, *urls(servers))) == 3

@@ -12,7 +12,10 @@ from sglang_ext.sweep.run_metrics import COLUMNS
 from sglang_ext.sweep.summary import Spread, summarize
 from tests.unit.sweep.finished_sweep import PLAN, batch, failed, write_sweep
 
-OWN_COLUMNS = {"failed", "verify_width", "cpu_s_per_1k_tokens", "memory_mb"}
+OWN_COLUMNS = {
+    "failed", "verify_width", "cpu_s_per_1k_tokens", "memory_mb", "foreign_cpu_percent",
+    "steal_percent",
+}  # fmt: skip
 # bench_serving computes these and does not write them.
 UNWRITTEN = {"p90_e2e_latency_ms"}
 
@@ -56,7 +59,8 @@ def test_one_run_has_all_columns_but_those_of_speculation(tmp_path):
         }
     )  # fmt: skip
     live = summary.row(batch("sssd-live", 4)).by_repeat[0]
-    assert set(live) == {*COLUMNS, "equal_outputs_percent"}
+    known = {*COLUMNS} - {"foreign_cpu_percent", "steal_percent"}  # of folders of old
+    assert set(live) == {*known, "equal_outputs_percent"}
     assert (live["accept_length"], live["verify_width"]) == (2.2, 2.0)
 
 
@@ -99,6 +103,8 @@ def test_figures(tmp_path):
         "spread_percent_median": pytest.approx(100 * 10 / 110),
         "speedup_spread_percent": pytest.approx(0.0, abs=1e-9),
         "speedup_agreement_percent": pytest.approx(0.0, abs=1e-9),
+        "ratio_error_percent": pytest.approx(0.0, abs=1e-9),
+        "disturbed": 0,
         "equal_outputs_percent": 100.0,
         "runs": 48,
         "runs_planned": 48,
@@ -108,7 +114,9 @@ def test_figures(tmp_path):
 def test_figures_that_cannot_be_had_are_left_out(tmp_path):
     plan = replace(PLAN, methods=("ngram", "sssd-live"), workloads=("long",), repeats=1)
     figures = summary_of(tmp_path, plan).figures()
-    assert set(figures) == {"methods", "batch_sizes", "workloads", "runs", "runs_planned"}
+    assert set(figures) == {
+        "methods", "batch_sizes", "workloads", "disturbed", "runs", "runs_planned",
+    }  # fmt: skip
 
 
 def test_nothing_measured_yet(tmp_path):
@@ -174,7 +182,7 @@ def test_with_poisson_arrivals_speed_is_latency(tmp_path):
     def same_throughput(result, requests):
         return replace(result, duration_s=1.0), requests
 
-    plan = replace(PLAN, batches=(), rates=(1.0,))
+    plan = replace(PLAN, batches=(), rates=(1.0,), repeats=2)
     summary = summary_of(tmp_path, plan, change=same_throughput)
     row = summary.row(Point("sssd-live", "mt-bench", RATE, 1.0))
     assert row.median("speedup") == pytest.approx(2)
@@ -230,3 +238,62 @@ def test_figures_of_ssbd_leave_out_outputs_that_are_biased(tmp_path, monkeypatch
     assert figures["min_ratio_ssbd_vs_ar"] == pytest.approx(1.5)  # of ssbd-plus at batch 4
     assert figures["equal_outputs_percent"] == pytest.approx(75.0)  # of ssbd alone
     assert "min_ratio_sssd_vs_ar" not in figures
+
+
+def scattered(by):
+    """Runs of SSSD live that are `by` times as slow in every second repeat."""
+
+    def change(result, requests):
+        slow = by if result.method == "sssd-live" and result.repeat % 2 else 1.0
+        return replace(result, duration_s=slow * result.duration_s), requests
+
+    return change
+
+
+def test_repeats_that_differ_too_far_bear_out_no_least_ratio(tmp_path):
+    summary = summary_of(tmp_path, change=scattered(by=2.0))
+    figures = summary.figures()
+    assert summary.disturbed and figures["disturbed"] == 1
+    assert figures["ratio_error_percent"] > 15
+    assert not any(name.startswith("min_") for name in figures)
+    (doubt,) = summary.doubts()
+    assert doubt.startswith("disturbed: ") and doubt in summary.problems
+
+
+def test_repeats_that_differ_little_do(tmp_path):
+    summary = summary_of(tmp_path, change=scattered(by=1.05))
+    assert not summary.disturbed and not summary.problems
+    assert summary.figures()["min_ratio_sssd_vs_ar"] == pytest.approx(1.5)
+    assert 0 < summary.figures()["ratio_error_percent"] < 15
+
+
+def test_of_single_runs_no_least_ratio_is_given(tmp_path):
+    summary = summary_of(tmp_path, replace(PLAN, repeats=1))
+    assert not any(name.startswith("min_") for name in summary.figures())
+    assert not summary.disturbed  # nothing is known, so nothing is said of the machine
+    assert any("--repeats 2" in problem for problem in summary.problems)
+
+
+def test_what_others_took_of_the_processors_is_told(tmp_path):
+    def beside_another(result, requests):
+        share = 0.5 if result.repeat == 2 else 0.01
+        return replace(result, foreign_share=share, stolen_share=0.0), requests
+
+    summary = summary_of(tmp_path, change=beside_another)
+    figures = summary.figures()
+    # The last repeat's runs are shorter: the machine gets faster.
+    assert 10 < figures["foreign_cpu_percent"] < 100 * 0.51 / 3 + 1
+    assert figures["steal_percent"] == 0.0
+    assert figures["disturbed_runs"] == 16
+    told = "disturbed: in 16 of 48 runs other programs took 50.0% of the processors"
+    assert [problem[: len(told)] for problem in summary.problems] == [told]
+    assert summary.row(batch("ar", 1)).median("foreign_cpu_percent") == pytest.approx(1.0)
+
+
+def test_a_server_elsewhere_leaves_steal_alone_known(tmp_path):
+    def elsewhere(result, requests):
+        return replace(result, foreign_share=None, stolen_share=0.02), requests
+
+    figures = summary_of(tmp_path, change=elsewhere).figures()
+    assert figures["steal_percent"] == pytest.approx(2.0)
+    assert "foreign_cpu_percent" not in figures
