@@ -109,7 +109,9 @@ def served(options: argparse.Namespace) -> Iterator[str]:
         yield stack.enter_context(Server(options.model, flags, name="captions-page")).base_url
 
 
-# What the page has translated.
+# What the page has heard (what it copies and saves as TXT has the translation as well), and what it
+# has translated.
+TRANSCRIPT = "items.map((item) => item.text).join(' ')"
 TRANSLATION = "items.map((item) => item.translation()).join(' ')"
 
 
@@ -134,7 +136,7 @@ def checked(page: Page, clip: Clip, options: argparse.Namespace) -> dict[str, fl
     page.run("document.querySelector('#theme').value = 'dark'")
     page.run("document.querySelector('#theme').dispatchEvent(new Event('change'))")
     picture(page, options, "dark")
-    text, srt = page.run("plain()"), page.run("srt()")
+    text, srt = page.run(TRANSCRIPT), page.run("srt()")
     blocks = [block.splitlines() for block in srt.strip().split("\n\n") if block]
     said = " ".join(" ".join(block[2:]) for block in blocks)
     figures: dict[str, float] = {
@@ -150,7 +152,7 @@ def checked(page: Page, clip: Clip, options: argparse.Namespace) -> dict[str, fl
 def overlaid(overlay: Page, page: Page, options: argparse.Namespace) -> dict[str, float]:
     """Compare what the overlay shows with the page."""
     translates = options.translate_model != "none"
-    wanted = page.run(TRANSLATION if translates else "plain()").split()[-LAST_WORDS:]
+    wanted = page.run(TRANSLATION if translates else TRANSCRIPT).split()[-LAST_WORDS:]
     place = "translation" if translates else "source"
     shown = overlay.run(f"document.querySelector('#{place}').textContent").split()
     picture(overlay, options, "overlay")

@@ -3,12 +3,14 @@
 All give the same integers: VNNI (AVX-512's or AVX's), AVX2, and plain LLVM IR for any processor.
 """
 
+from abc import ABC, abstractmethod
+
 from llvmlite import ir
 
 from sglang_ext.cpu.lane_vectors import BYTES, I8, I16, I32, LANES, WORDS, bytes_of, call
 
 
-class ByteDots:
+class ByteDots(ABC):
     """Four products of bytes, added up in each of 16 lanes.
 
     Attributes:
@@ -21,9 +23,9 @@ class ByteDots:
         """Weights <64 x i8> as `add` takes them, made once for several rows."""
         return weights
 
+    @abstractmethod
     def add(self, builder, total, weights, inputs):
         """total <16 x i32>, plus weights by inputs <64 x i8>."""
-        raise NotImplementedError
 
 
 class AnyProcessor(ByteDots):

@@ -127,7 +127,8 @@ class HostRuntime(StepRuntime):
         tokens = len(step.batch.input_ids)
         exits, verify = self._exits, step.width > 1
         began, cpu = time.perf_counter(), time.process_time()
-        watched = exits.watching(step, self._ragged and verify) if exits else nullcontext(Look())
+        ragged = self._ragged and verify
+        watched = nullcontext(Look()) if exits is None else exits.watching(step, ragged)
         with watched as look:
             yield
         end = time.perf_counter()

@@ -290,6 +290,8 @@ class DraftPlanner:
         trees: Sequence[TokenTree],
     ) -> None:
         """Measure this step of the requests whose drafters were chosen."""
+        if not self.choice.arms:
+            return
         read = float(sum(r.context for r in running))
         tallies = [r.tally for r in running]
         self._counted = self.choice.step(tallies, asked_s, [len(tree) for tree in trees], read)

@@ -27,6 +27,7 @@ from sglang_ext.api.realtime.realtime_settings import GA
 from sglang_ext.api.realtime.transcripts import Spoken, SpokenSentences, Transcript
 from sglang_ext.api.realtime.translation_settings import TranslationSettings
 from sglang_ext.api.translation.sentence_translations import LiveTranslation, Translated
+from speech.agreement import split_words
 from speech.prompts import language_name
 
 logger = logging.getLogger(__name__)
@@ -177,7 +178,6 @@ class TranslationSession:
             "source_language": spoken_name(sentence.language),
             "target_language": settings.target,
             "append_only": True,
-            "mask": settings.mask,
             "beta": settings.beta,
         }
 
@@ -193,7 +193,7 @@ class TranslationSession:
         delta = self._output.shown(translated.index, translated.stable, translated.final)
         if delta:
             self._send(transcript_event("output", delta, elapsed, **place))
-        rest = "" if translated.final else translated.unstable
+        rest = "" if translated.final else shown_tail(translated.unstable, self._settings.mask)
         tail = event(
             OUTPUT_TAIL,
             text=self._output.space(translated.index, rest) + rest,
@@ -223,6 +223,15 @@ class TranslationSession:
                 "ones stay untranslated; the transcription goes on"
             )
             self._send(error_event(ApiError(reason, 503, code="translation_behind")))
+
+
+def shown_tail(unstable: str, mask: int) -> str:
+    """What is shown of what is not settled: all but its last words, which change most (mask-k,
+    Arivazhagan et al. 2020, section 4.2)."""
+    if mask == 0:
+        return unstable
+    held = sum(len(word) for word in split_words(unstable)[-mask:])
+    return unstable[: max(0, len(unstable) - held)]
 
 
 def spoken_name(code: str) -> str:

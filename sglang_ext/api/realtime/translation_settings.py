@@ -42,7 +42,8 @@ class TranslationSettings(SessionSettings):
         target: the language to translate into, its English name; None: nothing is translated.
         shows_source: what was said is told, too (audio.input.transcription is there).
         finished_only: sentences are translated once they are finished.
-        mask: so many tokens at the end of an unfinished translation are not settled.
+        mask: so many words at the end of an unfinished translation are not shown before they are
+            settled: they change most.
         beta: bias towards the last translation, 0 to 1; None: the text server's.
         transcription_events: those of /v1/realtime are sent, too.
     """
@@ -50,7 +51,7 @@ class TranslationSettings(SessionSettings):
     target: str | None = None
     shows_source: bool = False
     finished_only: bool = False
-    mask: int = 0
+    mask: int = 3
     beta: float | None = None
     transcription_events: bool = False
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from fastapi import WebSocket, WebSocketDisconnect
 
+from sglang_ext.api.http import until_one_ends
 from sglang_ext.api.realtime.realtime_events import OUTPUT_TAIL, TAIL, Event, event
 from sglang_ext.api.realtime.realtime_socket import POLICY
 from sglang_ext.api.realtime.transcripts import Transcript
@@ -164,15 +165,9 @@ class Publisher:
 
 async def watch(socket: WebSocket, view: View) -> None:
     """Send a viewer what a view shows, until it goes; one that does not read is let go."""
-    reading = asyncio.create_task(_leave(socket))
-    writing = asyncio.create_task(_show(socket, view))
-    tasks: set[asyncio.Task[None]] = {reading, writing}
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+    await until_one_ends(
+        {asyncio.create_task(_leave(socket)), asyncio.create_task(_show(socket, view))}
+    )
 
 
 async def _leave(socket: WebSocket) -> None:

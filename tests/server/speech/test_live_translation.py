@@ -12,8 +12,8 @@ from scripts.lib.live_translations import TranslatedRun, session_differences, tr
 from scripts.lib.server import Server
 from scripts.speech_data import FOLDER, Clip, joined, read_audio
 from tests.eventually import eventually
+from tests.server.speech.conftest import JFK
 
-SAID = "ask not what your country can do for you, ask what you can do for your country."
 SETTINGS = {"source_language": "en", "target_language": "fr", "append_only": True}
 SESSION = {
     "audio": {"input": {"transcription": {}}, "output": {"language": "fr"}},
@@ -52,7 +52,7 @@ def clip() -> Clip:
 
 def right(source: str) -> bool:
     """Whether the end of a transcript is what was said."""
-    return jiwer.wer(normalized(SAID), normalized(source)[-len(normalized(SAID)) :]) < 0.2
+    return jiwer.wer(normalized(JFK), normalized(source)[-len(normalized(JFK)) :]) < 0.2
 
 
 def test_translations_are_those_of_sessions_and_nothing_is_taken_back(pair, clip):

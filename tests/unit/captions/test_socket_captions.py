@@ -1,26 +1,21 @@
 """`sglang-ext captions --translate LANG` against the WebSocket of a server with fake models."""
 
 import json
-import sys
 import threading
 import wave
-from types import SimpleNamespace
 
 import pytest
 import uvicorn
 from fastapi import FastAPI
 from starlette.routing import WebSocketRoute
 
-from sglang_ext.api.realtime import realtime_route
 from sglang_ext.api.realtime.realtime_route import TRANSLATIONS, Realtime
-from sglang_ext.api.translation import sentence_translations
 from sglang_ext.cli import main
 from sglang_ext.servers import processes
 from tests.eventually import eventually
-from tests.unit.api.fake_manager import Request
 from tests.unit.api.realtime.fake_whisper import WORDS, spoken
 from tests.unit.api.realtime.test_realtime_route import backend
-from tests.unit.api.realtime.test_translation_route import Sentences, TextServer
+from tests.unit.api.realtime.test_translation_route import Sentences, TextServer, reached
 
 RATE = 16_000
 SAID = ["Alpha bravo charlie.", "Delta echo foxtrot.", "Golf hotel india."]
@@ -28,13 +23,7 @@ SAID = ["Alpha bravo charlie.", "Delta echo foxtrot.", "Golf hotel india."]
 
 @pytest.fixture
 def text_server(monkeypatch):
-    # SGLang's requests without SGLang, which takes seconds to import.
-    module = SimpleNamespace(GenerateReqInput=Request)
-    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", module)
-    made = TextServer()
-    monkeypatch.setattr(realtime_route, "client", made.client)
-    monkeypatch.setattr(sentence_translations, "_RETRY_S", 0.01)
-    return made
+    return reached(TextServer(), monkeypatch)
 
 
 @pytest.fixture

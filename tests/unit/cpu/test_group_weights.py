@@ -133,7 +133,9 @@ def test_what_does_not_fit_is_left_out_with_a_warning(generator, caplog, bits):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("features", [{"avx2"}, {"avx2", "f16c"}, set()], ids=str)
+@pytest.mark.parametrize(
+    "features", [{"avx2"}, {"avx2", "f16c"}, set()], ids=["avx2", "avx2 and f16c", "none"]
+)
 def test_processors_without_vnni_give_the_same_bits(generator, monkeypatch, features, bits):
     if not features <= group_dots.features_of(numba.core.registry.cpu_target.target_context):
         pytest.skip("this processor has no " + ", ".join(features))

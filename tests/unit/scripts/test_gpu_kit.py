@@ -1,5 +1,6 @@
 """The GPU kit's parts that need no GPU: time, results, ties, the planted model, the carry."""
 
+import argparse
 import dataclasses
 import gzip
 import importlib
@@ -191,10 +192,12 @@ def test_outputs_part_where_they_differ_or_where_one_ends():
 # Flags
 
 
-def test_the_flags_of_a_gpu_are_sglangs(tmp_path):
-    from sglang.srt.server_args import prepare_server_args
+def test_the_flags_of_a_gpu_are_sglangs():
+    from sglang.srt.server_args import ServerArgs
 
-    args = prepare_server_args(["--model-path", str(tmp_path), *COMMON, *gpu_flags([])])
+    parser = argparse.ArgumentParser()  # SGLang's own would set this process's log level
+    ServerArgs.add_cli_args(parser)
+    args = parser.parse_args(["--model-path", "here", *COMMON, *gpu_flags([])])
     assert args.cuda_graph_bs_decode[-1] == args.max_running_requests == 64
     assert args.context_length == 16384
 
@@ -431,3 +434,9 @@ def test_a_report_shows_what_a_step_took():
     line = {"phase": "latency", "case": "adaptive, batch 4, acceptance 0.8", "status": "passed"}
     of_step = {"device": "X", "batch": 4, "acceptance": 0.8, "widths": [1, 16], **figures}
     assert "| adaptive | 0.8 | 4 | 2.0 | 1.5 | 0.5 | 3.0 |  | 1 16 |" in report([line | of_step])
+
+
+def test_lines_do_not_say_where_the_repository_lies(tmp_path):
+    lines = Lines(tmp_path, {})
+    lines.case("trace", "x", FAILED, error=[f'File "{Path(carry.REPOSITORY)}/scripts/a.py"'])
+    assert lines.read()[0]["error"] == ['File "scripts/a.py"']

@@ -27,11 +27,15 @@ def whisper(request, monkeypatch):
     return request.param
 
 
-def test_the_page_is_there_where_a_whisper_is_served(whisper):
+def answered(path):
     app = FastAPI()
     captions_page.register(app)
     with TestClient(app) as client:
-        answer = client.get(PATH)
+        return client.get(path)
+
+
+def test_the_page_is_there_where_a_whisper_is_served(whisper):
+    answer = answered(PATH)
     assert answer.status_code == (200 if whisper else 404)
     if whisper:
         assert answer.text == TEXT and answer.headers["content-type"].startswith("text/html")
@@ -108,10 +112,7 @@ def test_the_page_translates_into_languages_that_have_a_name():
 
 
 def test_the_overlay_is_a_page_of_its_own_that_reads_views(whisper):
-    app = FastAPI()
-    captions_page.register(app)
-    with TestClient(app) as client:
-        answer = client.get(OVERLAY)
+    answer = answered(OVERLAY)
     assert answer.status_code == (200 if whisper else 404)
     if whisper:
         text, policy = answer.text, answer.headers["content-security-policy"]

@@ -204,7 +204,7 @@ def test_audio_in_every_format_is_understood(engine, beta, ga, rate):
             assert wire.until(COMPLETED)["transcript"] == " ".join(WORDS[:5])
 
 
-LOCAL = {"step_ms": 1000, "live_policy": "localagreement", "alignatt_frames": 20}
+LOCAL = {"step_ms": 1000, "live_policy": "localagreement", "alignatt_frames": 20, "view": None}
 GA_KIND, BETA_KIND = "session.update", "transcription_session.update"
 
 
@@ -244,7 +244,7 @@ def test_both_shapes_of_settings_are_taken_kept_and_shown(engine):
         assert given["format"] == {"type": "audio/pcm", "rate": 24_000}
         assert given["transcription"] == {"model": "fake", "language": None, "prompt": "Ask"}
         assert given["turn_detection"]["silence_duration_ms"] == 900
-        assert shown["sglang_ext"] == LOCAL | {"step_ms": 500, "view": None}
+        assert shown["sglang_ext"] == LOCAL | {"step_ms": 500}
         wire.say(WORDS[:2], 1.5)
         wire.until(COMPLETED)
     assert engine.detected == 1 and "Ask" in engine.calls[0][1]
@@ -253,7 +253,7 @@ def test_both_shapes_of_settings_are_taken_kept_and_shown(engine):
 def test_a_session_chooses_its_policy_and_keeps_what_it_leaves_out(engine):
     options = {"live_policy": "alignatt", "alignatt_frames": 7}
     with connected(backend(engine, guided=True, options=options)) as wire:
-        now = {"step_ms": 300, "live_policy": "alignatt", "alignatt_frames": 7}
+        now = LOCAL | {"step_ms": 300, "live_policy": "alignatt", "alignatt_frames": 7}
         assert wire.session["sglang_ext"] == now
         for given, changed in (
             ({"alignatt_frames": 0}, {"alignatt_frames": 0}),

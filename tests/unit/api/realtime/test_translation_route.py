@@ -17,6 +17,7 @@ from sglang_ext.api.realtime import realtime_route, translation_session
 from sglang_ext.api.realtime.realtime_events import OUTPUT_TAIL, TAIL
 from sglang_ext.api.realtime.realtime_route import TRANSLATIONS, Realtime
 from sglang_ext.api.realtime.transcripts import SpokenSentences, Transcript
+from sglang_ext.api.realtime.translation_session import shown_tail
 from sglang_ext.api.translation import sentence_translations
 from sglang_ext.api.translation.session_routes import Backend, add_routes
 from sglang_ext.api.translation.session_table import SessionTable
@@ -115,15 +116,19 @@ def engine():
     return Sentences()
 
 
-@pytest.fixture
-def text_server(monkeypatch):
+def reached(made, monkeypatch):
+    """A text server, which every session's client reaches from now on."""
     # SGLang's requests without SGLang, which takes seconds to import.
     module = SimpleNamespace(GenerateReqInput=Request)
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", module)
-    made = TextServer()
     monkeypatch.setattr(realtime_route, "client", made.client)
     monkeypatch.setattr(sentence_translations, "_RETRY_S", 0.01)
     return made
+
+
+@pytest.fixture
+def text_server(monkeypatch):
+    return reached(TextServer(), monkeypatch)
 
 
 @contextlib.contextmanager
@@ -174,9 +179,11 @@ def test_a_session_from_its_settings_to_its_end(engine, text_server):
     assert "from English to French" in prompt
 
 
-def test_what_is_not_settled_is_told_apart_and_what_is_stays(engine, text_server):
+@pytest.mark.parametrize("mask", [0, 3])
+def test_what_is_not_settled_is_told_apart_and_what_is_stays(mask, engine, text_server):
     engine.length = 5
     with connected(engine, FRENCH, STEP) as wire:
+        wire.update({"sglang_ext": {"mask": mask}})
         wire.speak(WORDS)
         wire.close()
         assert not wire.of(INPUT)  # nobody asked
@@ -187,14 +194,14 @@ def test_what_is_not_settled_is_told_apart_and_what_is_stays(engine, text_server
                 shown += event["delta"]
             elif event["type"] == OUTPUT_TAIL:
                 # What is shown is the deltas and the tail behind them, spaces included.
-                assert (shown + event["text"]).endswith(event["source"].upper())
+                if not mask or event["final"]:
+                    assert (shown + event["text"]).endswith(event["source"].upper())
                 assert said.startswith(shown + event["text"])
                 tails.append(event)
         assert [t["final"] for t in tails].count(True) == 2
         assert all(t["text"] == "" for t in tails if t["final"])
-        assert any(t["text"] for t in tails) and {t["item_id"] for t in tails} == {
-            tails[0]["item_id"]
-        }
+        assert any(t["text"] for t in tails) == (mask == 0)  # two words are new with each update
+        assert {t["item_id"] for t in tails} == {tails[0]["item_id"]}
         # Before a sentence is finished, some of it is settled.
         firsts = [e for e in wire.of(OUTPUT) if e["sglang_ext"]["sentence"] == 1]
         assert len(firsts) > 1
@@ -377,8 +384,8 @@ def test_settings_that_are_left_out_stay_and_null_is_the_default(engine, text_se
         assert first["audio"]["input"]["noise_reduction"] is None
         second = wire.update({"sglang_ext": {"finished_only": True, "beta": None}})
         assert second["sglang_ext"] == {
-            "step_ms": 500, "view": None, "finished_only": True, "mask": 2, "beta": None,
-            "transcription_events": False,
+            "step_ms": 500, "live_policy": "localagreement", "alignatt_frames": 20, "view": None,
+            "finished_only": True, "mask": 2, "beta": None, "transcription_events": False,
         }  # fmt: skip
         assert second["audio"]["output"] == {"language": "de"}
         assert wire.update({"audio": {"output": None}})["audio"]["output"] == {"language": None}
@@ -463,3 +470,18 @@ def test_words_of_sentences_have_their_places():
     assert made.get(1) is None
     (fourth,) = made.update("b", None, [(" Fünf", 9)], "")
     assert (fourth.index, fourth.ends_ms, fourth.item_id) == (2, (9,), "b")
+
+
+@pytest.mark.parametrize(
+    ("unstable", "mask", "shown"),
+    [
+        (" un deux trois quatre", 3, " un"),
+        (" un deux trois quatre", 0, " un deux trois quatre"),
+        ("un deux", 3, ""),
+        ("un deux trois quatre", 1, "un deux trois"),
+        ("", 3, ""),
+        ("你好吗", 1, "你好"),
+    ],
+)
+def test_the_last_words_that_are_not_settled_are_not_shown(unstable, mask, shown):
+    assert shown_tail(unstable, mask) == shown
