@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from sglang_ext.mirror.streaming.lookahead_streams import LookaheadStreams
+from sglang_ext.mirror.streaming.lookahead_streams import MATRICES, LookaheadStreams
 from sglang_ext.mirror.tree_cache import TreeCache
 from sglang_ext.mirror.weight_formats import Weight
 
@@ -66,7 +66,8 @@ class Feed:
         text: tokens that follow its cached text.
         tokens, parents: the nodes, see TreeCache.take.
         predicted: how many of the last rows' predictions are wanted.
-        ahead: rows, among text and nodes, behind which the model's streams look ahead.
+        ahead: rows, among text and nodes, behind which streams look ahead.
+        streams: so many of the model's, the first ones.
     """
 
     cache: TreeCache
@@ -75,11 +76,17 @@ class Feed:
     parents: Sequence[int]
     predicted: int
     ahead: Sequence[int] = ()
+    streams: int = 0
 
     @property
     def rows(self) -> int:
         """How many rows the model runs of its text and nodes."""
         return len(self.text) + len(self.tokens)
+
+    @property
+    def rows_ahead(self) -> int:
+        """How many rows it runs of streams, behind the others."""
+        return self.streams * len(self.ahead)
 
 
 @dataclass(frozen=True)
@@ -137,14 +144,8 @@ class CausalLM:
         Raises:
             ValueError: they are of a model of other sizes.
         """
-        if len(streams.changes) != len(self.layers) or (
-            streams.embeddings.shape[1] != self._embedding.shape[1]
-        ):
-            raise ValueError(
-                f"the streams are of {len(streams.changes)} layers and width "
-                f"{streams.embeddings.shape[1]}, the draft model has {len(self.layers)} and "
-                f"{self._embedding.shape[1]}"
-            )
+        sizes = [{name: getattr(layer, name).shape for name in MATRICES} for layer in self.layers]
+        streams.check(self._embedding.shape[1], sizes)
         self.streams = streams.to(self.device)
 
     def new_cache(self) -> TreeCache:
@@ -155,9 +156,8 @@ class CausalLM:
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed]) -> Predictions:
         """Read rows into their caches, and predict what follows those that are asked."""
-        count = 0 if self.streams is None else len(self.streams)
-        segments = [_Segment(feed, count) for feed in feeds]
-        x, ahead = self._embedded(feeds, count)
+        segments = [_Segment(feed) for feed in feeds]
+        x, ahead = self._embedded(feeds)
         turned = self.rotation([p for segment in segments for p in segment.positions])
         for number, layer in enumerate(self.layers):
             product = self._products(number, layer, ahead)
@@ -167,7 +167,7 @@ class CausalLM:
             h = rms_norm(x, layer.mlp_norm, self.shape.eps)
             gate, up = product("gate_up", h).chunk(2, dim=-1)
             x = x + product("down", F.silu(gate) * up)
-        rows = torch.tensor(_wanted_rows(feeds, count), dtype=torch.long, device=self.device)
+        rows = torch.tensor(_wanted_rows(feeds), dtype=torch.long, device=self.device)
         if not len(rows):
             return Predictions(np.empty(0, np.int64), np.empty(0))
         logits = self.logits(x[rows])
@@ -183,18 +183,17 @@ class CausalLM:
         """float32[n, vocab] of the states behind the last layer."""
         return self._head.product(rms_norm(states, self._norm, self.shape.eps)).float()
 
-    def _embedded(
-        self, feeds: Sequence[Feed], count: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _embedded(self, feeds: Sequence[Feed]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What stands in each row, and which rows are streams'; None: none."""
         parts, ahead, first = list[torch.Tensor](), list[int](), 0
         for feed in feeds:
             parts.append(self.embedded([*feed.text, *feed.tokens]))
             first += feed.rows
-            if self.streams is not None and feed.ahead:
-                parts.append(self.streams.embeddings.to(self._dtype).repeat(len(feed.ahead), 1))
-                ahead += range(first, first + count * len(feed.ahead))
-                first += count * len(feed.ahead)
+            if self.streams is not None and feed.rows_ahead:
+                streams = self.streams.embeddings[: feed.streams].to(self._dtype)
+                parts.append(streams.repeat(len(feed.ahead), 1))
+                ahead += range(first, first + feed.rows_ahead)
+                first += feed.rows_ahead
         rows = torch.tensor(ahead, dtype=torch.long, device=self.device) if ahead else None
         return torch.cat(parts), rows
 
@@ -263,13 +262,13 @@ class _Segment:
     Rows of streams stand behind the others, in slots that the next pass takes.
     """
 
-    def __init__(self, feed: Feed, streams: int) -> None:
-        self.rows = feed.rows + streams * len(feed.ahead)
+    def __init__(self, feed: Feed) -> None:
+        self.rows = feed.rows + feed.rows_ahead
         self._cache = feed.cache
         self._first = feed.cache.used
         self.positions, mask = feed.cache.take(len(feed.text), feed.parents)
-        if feed.ahead:
-            more, mask = feed.cache.look_ahead(self.positions, mask, feed.ahead, streams)
+        if feed.rows_ahead:
+            more, mask = feed.cache.look_ahead(self.positions, mask, feed.ahead, feed.streams)
             self.positions += more
         self._mask = None if mask is None else mask.to(feed.cache.keys.device)
         self._group_masks: dict[int, torch.Tensor] = {}
@@ -306,12 +305,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (normed * weight).to(x.dtype)
 
 
-def _wanted_rows(feeds: Sequence[Feed], streams: int) -> list[int]:
+def _wanted_rows(feeds: Sequence[Feed]) -> list[int]:
     rows: list[int] = []
     end = 0
     for feed in feeds:
         end += feed.rows
         rows.extend(range(end - feed.predicted, end))
-        rows.extend(range(end, end + streams * len(feed.ahead)))
-        end += streams * len(feed.ahead)
+        rows.extend(range(end, end + feed.rows_ahead))
+        end += feed.rows_ahead
     return rows

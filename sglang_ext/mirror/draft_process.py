@@ -54,7 +54,10 @@ def _draft(options: argparse.Namespace, device: DraftDevice) -> None:
     model = lm_loading.load(options.model, options.weights, device.torch_name)
     if options.streams:
         _, streams = load_streams(options.streams, options.model)
-        model.use_streams(streams)
+        try:
+            model.use_streams(streams)
+        except ValueError as error:
+            raise ValueError(f"--mirror-streams {options.streams}: {error}") from None
     retrieves = bool(options.guesses)
     Executor(channel, model, options.window, retrieves, options.cache_mb).run()
 

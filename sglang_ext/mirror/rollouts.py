@@ -7,13 +7,13 @@ that a larger batch follows fewer branches of each (appendix D.1).
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_ext.mirror.causal_lm import CausalLM, Feed
 from sglang_ext.mirror.draft_text import DraftText
 from sglang_ext.mirror.hypothesis_tree import ROOT
-from sglang_ext.mirror.payoff import RowCosts, rows_that_pay
+from sglang_ext.mirror.payoff import RowCosts, rows_that_pay, streams_for
 
 # Rows of text that a pass reads at most: what is asked meanwhile waits for the pass.
 CHUNK = 64
@@ -85,6 +85,7 @@ class Rollouts:
         self._model = model
         self._costs = costs
         self._window = window
+        self._streams = 0  # behind a row, of the pass that comes
         self.totals = Totals()
 
     def next_pass(self, texts: Sequence[DraftText], now: float) -> list[Part]:
@@ -94,6 +95,8 @@ class Rollouts:
             texts: all requests, the one that was used last at the end.
             now: seconds, as time.perf_counter.
         """
+        most = 0 if self._model.streams is None else len(self._model.streams)
+        self._streams = streams_for(len(texts), most)
         asked = [text for text in texts if text.wanted]
         if asked:
             return self._for_asked(asked)
@@ -103,12 +106,15 @@ class Rollouts:
         """Read these parts in one pass."""
         begun = time.perf_counter()
         feeds = []
-        for part in parts:
+        for number, part in enumerate(parts):
             nodes = [part.text.tree.tokens[node] for node in part.nodes]
             parents = part.text.cached_parents(part.nodes)
             wanted = len(nodes) + part.reads_root
-            ahead = self._rows_ahead(part)
-            feeds.append(Feed(part.text.cache, part.unread, nodes, parents, wanted, ahead))
+            # Nobody will ask what streams saw behind the less likely ones.
+            looks = bool(part.text.wanted) or number < _GUESSED_FOR
+            ahead = self._rows_ahead(part) if looks else []
+            read = (part.unread, nodes, parents)
+            feeds.append(Feed(part.text.cache, *read, wanted, ahead, self._streams))
         roots = [part.reads_root for part in parts]
         said = self._model.forward(feeds)
         tokens, probs = said.tokens.tolist(), said.probs.tolist()
@@ -118,7 +124,7 @@ class Rollouts:
             end = row + len(nodes)
             for place in feed.ahead:
                 node = ROOT if place < len(part.unread) else part.nodes[place - len(part.unread)]
-                seen = slice(end, end + self._streams)
+                seen = slice(end, end + feed.streams)
                 part.text.tree.ahead[node] = list(zip(tokens[seen], probs[seen], strict=True))
                 end = seen.stop
             read = slice(row, row + len(nodes))
@@ -127,13 +133,10 @@ class Rollouts:
         self._count(feeds, drafted, time.perf_counter() - begun)
         return [one for one in drafted if one.nodes]
 
-    def _cost(self, rows: int) -> float:
-        """Seconds of a pass of so many rows, and of the streams behind the likeliest one."""
-        return self._costs(rows + self._streams)
-
-    @property
-    def _streams(self) -> int:
-        return 0 if self._model.streams is None else len(self._model.streams)
+    def _cost(self, texts: int) -> Callable[[int], float]:
+        """Seconds of a pass by its rows, the streams of so many texts beside them."""
+        more = self._streams * texts
+        return lambda rows: self._costs(rows + more)
 
     def _rows_ahead(self, part: Part) -> list[int]:
         """Rows of a part behind which the streams look ahead.
@@ -171,7 +174,7 @@ class Rollouts:
 
     def _count(self, feeds: Sequence[Feed], drafted: Sequence[Drafted], seconds: float) -> None:
         totals = self.totals
-        rows = sum(feed.rows + self._streams * len(feed.ahead) for feed in feeds)
+        rows = sum(feed.rows + feed.rows_ahead for feed in feeds)
         totals.steps += 1
         totals.rows += rows
         totals.seconds += seconds
@@ -215,7 +218,8 @@ class Rollouts:
             guesses += [(probs[node] / base, part, node) for node in fresh]
         guesses.sort(key=lambda guess: -guess[0])
         beliefs = [1.0] * max(must, 1) + [belief for belief, _, _ in guesses]
-        kept = max(0, rows_that_pay(beliefs, self._cost, float("inf")) - max(must, 1))
+        cost = self._cost(sum(part.text.streams for part in parts))
+        kept = max(0, rows_that_pay(beliefs, cost, float("inf")) - max(must, 1))
         for _, part, node in guesses[kept:]:
             part.nodes.remove(node)
             part.text.tree.drop_guesses([node])
@@ -234,7 +238,9 @@ class Rollouts:
         if pool:
             pool = self._with_guesses(pool)
         beliefs = [belief for belief, _, _ in pool[:_MOST_ROWS]]
-        rows = rows_that_pay(beliefs, self._cost, time_left)
+        looking = {id(text) for _, text, _ in pool[:_MOST_ROWS] if text.streams}
+        cost = self._cost(min(len(looking), _GUESSED_FOR))
+        rows = rows_that_pay(beliefs, cost, time_left)
         self._drop(pool[rows:])
         return self._parts_of(pool[:rows])
 

@@ -31,8 +31,8 @@ Train a block drafter (SpecDec) on what a target wrote: a file of `drafter disti
 outputs of a datastore. It ends when held-out outputs are drafted no better. Interrupt it whenever
 you like: the same command goes on from the last state, at most a minute back.
 
-With --kind streaming, train lookahead streams of Mirror's draft model (--draft-model) instead; the
-best so far is in --out after each evaluation.
+With --kind streaming, train lookahead streams of Mirror's draft model (--draft-model) instead, on
+the same data; --out holds the best so far after each evaluation.
 """
 
 
@@ -197,7 +197,9 @@ def _add_recipe(train: argparse.ArgumentParser) -> None:
     train.add_argument("--batch", type=whole_number, help="outputs in a step" + shown("batch"))
     train.add_argument("--learning-rate", type=float, help="the highest" + shown("learning_rate"))
     train.add_argument("--warmup", type=whole_number, help="steps" + shown("warmup"))
-    train.add_argument("--dropout", type=float, default=0.1, help="[%(default)g]")
+    train.add_argument(
+        "--dropout", type=float, default=0.1, help="of a block drafter [%(default)g]"
+    )
     train.add_argument(
         "--evaluate", type=whole_number, help="every so many steps" + shown("evaluate")
     )

@@ -9,9 +9,10 @@ from dataclasses import asdict, replace
 from tqdm import tqdm
 
 from sglang_ext import models
+from sglang_ext.block_drafter.checkpoints import FOLDER, Checkpoints
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, target_name
 from sglang_ext.block_drafter.target_models import TargetModel, load_target
-from sglang_ext.block_drafter.training_data import Example
+from sglang_ext.block_drafter.training_data import Example, TrainingData
 from sglang_ext.commands.drafter.training_arguments import check_training, read_data
 from sglang_ext.mirror.executor_settings import check_tokenizer
 from sglang_ext.mirror.lm_loading import DraftModelError, load
@@ -23,13 +24,13 @@ from sglang_ext.mirror.streaming.stream_files import (
     draft_fingerprint,
     write_streams,
 )
+from sglang_ext.mirror.streaming.stream_passages import Passage, passages_of
 from sglang_ext.mirror.streaming.stream_training import (
-    Passage,
+    Kept,
     StreamProgress,
     StreamRecipe,
     StreamTrainer,
     fresh_streams,
-    passages_of,
 )
 
 _HELD_OUT_PART, _MOST_HELD_OUT, _LEAST = 0.05, 32, 10
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.draft_model:
         raise BlockDrafterError("--kind streaming needs --draft-model, whose streams they are")
     check_training(args)
-    if (args.out / NAME).exists():
+    if (args.out / NAME).exists() and not (args.out / FOLDER).is_dir():
         raise BlockDrafterError(f"{args.out} holds trained streams already: name another folder")
     target = load_target(args.model)
     data = read_data(args, target)
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     try:
-        scores = _trained(args, target, learned, held, data.summary())
+        scores = _trained(args, target, learned, held, data)
     except (models.ModelError, DraftModelError, StreamsError, ArithmeticError, ValueError) as error:
         raise BlockDrafterError(str(error)) from None
     if not (args.out / NAME).exists():
@@ -69,20 +70,12 @@ def _trained(
     target: TargetModel,
     learned: Sequence[Passage],
     held: Sequence[Passage],
-    summary: dict[str, object],
+    data: TrainingData,
 ) -> Sequence[float]:
     folder = models.resolve(args.draft_model)
     check_tokenizer(folder, target.tokenizer)
     model = load(folder, "fp32", args.device)
-    recipe = StreamRecipe(
-        steps=args.steps,
-        batch=args.batch,
-        learning_rate=args.learning_rate,
-        warmup=args.warmup,
-        evaluate=args.evaluate,
-        minutes=args.minutes,
-        seed=args.seed,
-    )
+    recipe = _recipe(args)
     manifest = StreamManifest(
         draft=draft_fingerprint(folder),
         draft_name=target_name(folder),
@@ -90,7 +83,7 @@ def _trained(
         streams=args.streams,
         rank=args.rank,
         layers=model.shape.layers,
-        data=summary,
+        data=data.summary(),
         training=asdict(recipe),
     )
 
@@ -98,15 +91,33 @@ def _trained(
         found = {"held_out": len(held), "foreseen": [round(share, 4) for share in shares]}
         write_streams(args.out, replace(manifest, scores=found), streams)
 
+    sizes = {"streams": args.streams, "rank": args.rank}
+    identity = {"data": data.digest(), "draft": manifest.draft, **sizes}
+    kept = Kept(keep, Checkpoints(args.out), identity)
+    made = fresh_streams(model, args.streams, args.rank, args.seed)
     with tqdm(total=args.steps, unit="step", file=sys.stderr, desc="training") as bar:
 
         def tell(progress: StreamProgress) -> None:
+            if not bar.n:
+                bar.initial = progress.step - 1  # its rate is that of this run
             foreseen = ", ".join(f"{share:.0%}" for share in progress.foreseen)
-            bar.set_postfix_str(f"loss {progress.loss:.3f}, foreseen {foreseen}", refresh=False)
-            bar.update(1)
+            bar.n = progress.step
+            bar.set_postfix_str(f"loss {progress.loss:.3f}, foreseen {foreseen}")
 
-        made = fresh_streams(model, args.streams, args.rank, args.seed)
-        return StreamTrainer(model, made, learned, held, recipe, keep, tell).run()
+        return StreamTrainer(model, made, learned, held, recipe, kept, tell).run()
+
+
+def _recipe(args: argparse.Namespace) -> StreamRecipe:
+    return StreamRecipe(
+        steps=args.steps,
+        batch=args.batch,
+        learning_rate=args.learning_rate,
+        warmup=args.warmup,
+        evaluate=args.evaluate,
+        patience=args.patience,
+        minutes=args.minutes,
+        seed=args.seed,
+    )
 
 
 def _divided(examples: Sequence[Example], streams: int) -> tuple[list[Passage], list[Passage]]:

@@ -5,7 +5,7 @@ sees, the token itself and the streams before it, and says what follows the plac
 Rows of text and nodes are computed as without streams, so the main stream says what it said before.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,19 +76,45 @@ class LookaheadStreams:
         ]
         return cls(tensors["embeddings"], changes)
 
+    def check(self, width: int, sizes: Sequence[Mapping[str, tuple[int, int]]]) -> None:
+        """Refuse streams that do not fit a model.
+
+        Args:
+            width: hidden, of its states.
+            sizes: [N, K] of each layer's matrices, by name.
+
+        Raises:
+            ValueError: they are of a model of other sizes; it names the first tensor that is.
+        """
+        if len(self.changes) != len(sizes):
+            raise ValueError(
+                f"the streams are of {len(self.changes)} layers, the draft model has {len(sizes)}"
+            )
+        expected = {"embeddings": (len(self), width)}
+        for number, layer in enumerate(sizes):
+            for name, (rows, columns) in layer.items():
+                expected[f"layers.{number}.{name}.down"] = (self.rank, columns)
+                expected[f"layers.{number}.{name}.up"] = (rows, self.rank)
+        for name, tensor in self.tensors():
+            if tuple(tensor.shape) != expected[name]:
+                raise ValueError(
+                    f"the streams' {name} is {tuple(tensor.shape)}, for the draft model it must "
+                    f"be {expected[name]}"
+                )
+
     @classmethod
     def fresh(
         cls,
         streams: int,
         rank: int,
         embeddings: torch.Tensor,
-        sizes: Sequence[dict[str, list[int]]],
+        sizes: Sequence[Mapping[str, tuple[int, int]]],
     ) -> "LookaheadStreams":
-        """Streams that nothing was learned of: they change no matrix yet.
+        """Streams that have learned nothing: they change no matrix yet.
 
         Args:
-            embeddings: [n, hidden] of tokens, in whose mean each stream begins.
-            sizes: [N, K] of each layer's matrices, by name.
+            embeddings: [n, hidden] of tokens, on the CPU, in whose mean each stream begins.
+            sizes: as in `check`.
         """
         spread = 0.02 * embeddings.std() * torch.randn(streams, embeddings.shape[1])
         changes = [

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
@@ -19,9 +20,11 @@ from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
 from sglang_ext.mirror.streaming.lookahead_streams import LookaheadStreams
 
 NAME, WEIGHTS = "streams.json", "streams.safetensors"
-FORMAT = 1
+FORMAT, KIND = 1, "streaming"
+_MOST_SIZE = 1 << 16
 _MAX_BYTES = 1 << 24
-_HASHED_BYTES = 1 << 20
+# Of a weight file: so many samples over its whole length, as fine-tuned models may begin alike.
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 
 class StreamsError(BlockDrafterError):
@@ -60,11 +63,31 @@ class StreamManifest:
 
     def as_json(self) -> str:
         """What streams.json holds."""
-        return json.dumps({"format": FORMAT, "kind": "streaming", **asdict(self)}, indent=1) + "\n"
+        return json.dumps({"format": FORMAT, "kind": KIND, **asdict(self)}, indent=1) + "\n"
+
+    def check(self) -> None:
+        """Refuse what no training writes.
+
+        Raises:
+            ValueError: a field is of another kind; the message names it.
+        """
+        for name in ("draft", "draft_name", "target", "weights"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be a text")
+        for name in ("streams", "rank", "layers"):
+            size = getattr(self, name)
+            if type(size) is not int or not 1 <= size <= _MOST_SIZE:
+                raise ValueError(f"{name} must be a whole number of 1 to {_MOST_SIZE}")
+        for name in ("data", "training", "scores"):
+            if not isinstance(getattr(self, name), dict):
+                raise ValueError(f"{name} must be an object")
+        tokens = self.namespaces
+        if not isinstance(tokens, dict) or any(type(n) is not int for n in tokens.values()):
+            raise ValueError("data.namespaces must hold numbers of tokens")
 
 
 def draft_fingerprint(folder: str | Path) -> str:
-    """What tells draft models apart: the sizes and beginnings of a model's weight files.
+    """What tells draft models apart: the sizes of a model's weight files, and samples of them.
 
     Raises:
         StreamsError: there are none.
@@ -74,8 +97,12 @@ def draft_fingerprint(folder: str | Path) -> str:
     if not files:
         raise StreamsError(f"{folder} has no *.safetensors")
     for path in files:
+        size = path.stat().st_size
+        found.update(size.to_bytes(8, "little"))
         with path.open("rb") as file:
-            found.update(path.stat().st_size.to_bytes(8, "little") + file.read(_HASHED_BYTES))
+            for number in range(_SAMPLES):
+                file.seek(size * number // _SAMPLES)
+                found.update(file.read(_SAMPLE_BYTES))
     return found.hexdigest()
 
 
@@ -109,16 +136,15 @@ def read_stream_manifest(folder: str | Path) -> StreamManifest:
         raise StreamsError(f"{folder} holds no streams: it has no {NAME}") from None
     except OSError as error:
         raise StreamsError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise StreamsError(f"{path} is damaged: {error}") from None
+    except (ValueError, RecursionError):
+        raise StreamsError(f"{path} is damaged: it is not JSON") from None
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise StreamsError(f"{path} is damaged, or of another format than {FORMAT}")
-    content.pop("kind", None)
+    if content.pop("kind", None) != KIND:
+        raise StreamsError(f"{path} is damaged: its kind is not {KIND}")
     try:
         manifest = StreamManifest(**content)
-        sizes = (manifest.streams, manifest.rank, manifest.layers)
-        if any(type(size) is not int or not 1 <= size <= 1 << 16 for size in sizes):
-            raise ValueError("streams, rank and layers must be whole numbers from 1")
+        manifest.check()
     except (TypeError, ValueError) as error:
         raise StreamsError(f"{path} is damaged: {error}") from None
     return manifest
@@ -144,9 +170,19 @@ def load_streams(folder: str | Path, draft: str | Path) -> tuple[StreamManifest,
     if hashlib.sha256(data).hexdigest() != manifest.weights:
         raise StreamsError(f"{path} is damaged: its checksum is not the one in {NAME}")
     try:
-        streams = LookaheadStreams.of(load(data), manifest.layers)
-    except (SafetensorError, KeyError) as error:
+        tensors = load(data)
+        if odd := sorted(name for name, tensor in tensors.items() if not _is_sound(tensor)):
+            raise ValueError(f"{odd[0]} is no matrix of finite numbers")
+        streams = LookaheadStreams.of(tensors, manifest.layers)
+    except (SafetensorError, KeyError, ValueError) as error:
         raise StreamsError(f"{path} does not fit {NAME}: {error}") from None
-    if len(streams) != manifest.streams:
-        raise StreamsError(f"{path} does not fit {NAME}: {len(streams)} streams")
+    if (len(streams), streams.rank) != (manifest.streams, manifest.rank):
+        raise StreamsError(
+            f"{path} does not fit {NAME}: {len(streams)} streams of rank {streams.rank}"
+        )
     return manifest, streams
+
+
+def _is_sound(tensor: torch.Tensor) -> bool:
+    matrix = tensor.dim() == 2 and tensor.is_floating_point()
+    return matrix and bool(tensor.isfinite().all())

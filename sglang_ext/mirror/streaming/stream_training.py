@@ -7,32 +7,22 @@ left out; what is learned are the streams' embeddings and their low-rank changes
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang_ext.mirror.causal_lm import CausalLM, rms_norm
+from sglang_ext.block_drafter.checkpoints import Checkpoints, TrainingState
+from sglang_ext.mirror.causal_lm import CausalLM
 from sglang_ext.mirror.streaming.lookahead_streams import MATRICES, LookaheadStreams
+from sglang_ext.mirror.streaming.stream_pass import said_ahead
+from sglang_ext.mirror.streaming.stream_passages import Passage, future_of, places_of
 
-# Places of a text from which streams look ahead in a step; more cost more than they teach.
-_PLACES = 64
-_LONGEST = 512
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A text to learn from.
-
-    Attributes:
-        tokens: prompt and output.
-        first: where the output begins; only what it says is learned.
-    """
-
-    tokens: Sequence[int]
-    first: int
+# What a training that goes on need not agree in.
+_CHANGEABLE = ("steps", "minutes", "patience", "checkpoint_s")
 
 
 @dataclass(frozen=True)
@@ -44,7 +34,9 @@ class StreamRecipe:
         batch: passages in an update.
         learning_rate: the highest, reached after `warmup` steps; it falls to 0 as a cosine.
         evaluate: steps between evaluations.
-        minutes: most minutes; 0: no limit.
+        patience: evaluations without a better one after which training ends.
+        minutes: most minutes, those before a kill included; 0: no limit.
+        checkpoint_s: seconds between states on the disk.
     """
 
     steps: int = 1000
@@ -52,7 +44,9 @@ class StreamRecipe:
     learning_rate: float = 1e-3
     warmup: int = 50
     evaluate: int = 50
+    patience: int = 10
     minutes: float = 0.0
+    checkpoint_s: float = 45.0
     seed: int = 1
 
 
@@ -61,7 +55,8 @@ class StreamProgress:
     """Told after each step.
 
     Attributes:
-        foreseen: of the last evaluation, the share of tokens that each stream foresees.
+        step: updates so far, those before a kill included.
+        foreseen: of the best evaluation, the share of tokens that each stream foresees.
     """
 
     step: int
@@ -69,15 +64,34 @@ class StreamProgress:
     foreseen: Sequence[float]
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Where a training keeps what it has.
+
+    Attributes:
+        best: gets the streams that are best so far, and their shares (StreamProgress.foreseen).
+        checkpoints: its states; None: it cannot go on after a kill.
+        identity: what it must agree in to go on, beside the recipe.
+    """
+
+    best: Callable[[LookaheadStreams, Sequence[float]], None]
+    checkpoints: Checkpoints | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
+
+
 class StreamTrainer:
-    """Teaches a draft model's streams.
+    """Teaches a draft model's streams; `run` begins, or goes on where it was killed.
 
     Args:
         model: in float32; it is not changed.
         streams: to begin with.
         learned, held_out: passages with an output of more tokens than there are streams.
-        keep: gets what is best so far, and its shares (StreamProgress.foreseen).
+        kept: where the best goes.
         tell: gets told after each step.
+
+    Raises:
+        ValueError: the checkpoints are another training's.
+        BlockDrafterError: they are damaged.
     """
 
     def __init__(
@@ -87,166 +101,149 @@ class StreamTrainer:
         learned: Sequence[Passage],
         held_out: Sequence[Passage],
         recipe: StreamRecipe,
-        keep: Callable[[LookaheadStreams, Sequence[float]], None],
+        kept: Kept,
         tell: Callable[[StreamProgress], None] = lambda progress: None,
     ) -> None:
-        self._model, self._recipe, self._keep, self._tell = model, recipe, keep, tell
+        self._model, self._recipe, self._kept, self._tell = model, recipe, kept, tell
         self._learned, self._held_out = learned, held_out
-        tensors = {name: t.clone().requires_grad_() for name, t in streams.tensors()}
-        self._streams = LookaheadStreams.of(tensors, len(streams.changes))
-        self._optimizer = torch.optim.Adam(tensors.values(), lr=recipe.learning_rate)
+        self._tensors = {name: t.clone().requires_grad_() for name, t in streams.tensors()}
+        self._streams = LookaheadStreams.of(self._tensors, len(streams.changes))
+        self._optimizer = torch.optim.Adam(self._tensors.values(), lr=recipe.learning_rate)
+        self.step = 0
+        self._seconds, self._waited = 0.0, 0
+        self._best: list[float] | None = None
+        self._resume()
 
     def run(self) -> Sequence[float]:
-        """Train; returns the shares of the best, which `keep` has got.
+        """Train; returns the shares of the best, which `kept` has got.
 
         Raises:
             ArithmeticError: it diverged.
         """
-        recipe, started = self._recipe, time.monotonic()
-        best = self.evaluated()
-        for step in range(recipe.steps):
-            loss = self._update(step)
-            late = recipe.minutes and time.monotonic() - started > 60 * recipe.minutes
-            if late or (step + 1) % recipe.evaluate == 0 or step + 1 == recipe.steps:
-                found = self.evaluated()
-                if sum(found) > sum(best):
-                    best = found
-                    self._keep(self._streams, best)
-            self._tell(StreamProgress(step + 1, loss, best))
-            if late:
-                break
-        return best
+        recipe, started, before = self._recipe, time.monotonic(), self._seconds
+        saved = started
+        if self._best is None:
+            self._best = self.evaluated()
+        while not self._ended():
+            loss = self._update()
+            self.step += 1
+            now = time.monotonic()
+            self._seconds = before + now - started
+            if self.step % recipe.evaluate == 0 or self._ended():
+                self._judge()
+                saved = -math.inf
+            if now - saved >= recipe.checkpoint_s:
+                self._save_state()
+                saved = now
+            self._tell(StreamProgress(self.step, loss, self._best))
+        if self._kept.checkpoints is not None:
+            self._kept.checkpoints.clear()
+        return self._best
 
     def evaluated(self) -> list[float]:
         """Of held-out outputs, the share of tokens that each stream foresees."""
         hits, places = np.zeros(len(self._streams)), 0
         with torch.no_grad():
             for passage in self._held_out:
-                at = _places(passage, len(self._streams))
-                said = self._said(passage, at).argmax(dim=-1)
-                hits += (said == _future(passage, at, len(self._streams))).sum(dim=0).numpy()
+                at = places_of(passage, len(self._streams))
+                said = said_ahead(self._model, self._streams, passage.tokens, at).argmax(dim=-1)
+                right = said.cpu() == future_of(passage, at, len(self._streams))
+                hits += right.sum(dim=0).numpy()
                 places += len(at)
         return (hits / max(places, 1)).tolist()
 
-    def _update(self, step: int) -> float:
+    def _ended(self) -> bool:
         recipe = self._recipe
-        rng = np.random.default_rng([recipe.seed, step])
+        late = bool(recipe.minutes) and self._seconds >= 60 * recipe.minutes
+        return late or self.step >= recipe.steps or self._waited >= recipe.patience
+
+    def _judge(self) -> None:
+        """Keep the streams if they are the best so far."""
+        found = self.evaluated()
+        assert self._best is not None
+        if sum(found) > sum(self._best):
+            self._best, self._waited = found, 0
+            self._kept.best(self._streams, found)
+        else:
+            self._waited += 1
+
+    def _update(self) -> float:
+        """One step of Adam, the same after a kill as without one; returns the loss."""
+        recipe, streams = self._recipe, len(self._streams)
+        rng = np.random.default_rng([recipe.seed, self.step])
         for group in self._optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * _rate(step, recipe)
+            group["lr"] = recipe.learning_rate * _rate(self.step, recipe)
         self._optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for row in rng.integers(len(self._learned), size=recipe.batch):
             passage = self._learned[row]
-            at = _places(passage, len(self._streams), rng)
-            future = _future(passage, at, len(self._streams))
-            loss = F.cross_entropy(self._said(passage, at).flatten(0, 1), future.flatten())
+            at = places_of(passage, streams, rng)
+            future = future_of(passage, at, streams).to(self._model.device)
+            said = said_ahead(self._model, self._streams, passage.tokens, at)
+            loss = F.cross_entropy(said.flatten(0, 1), future.flatten())
             (loss / recipe.batch).backward()
             total += float(loss.detach()) / recipe.batch
         if not math.isfinite(total):
-            raise ArithmeticError(f"training diverged at step {step}")
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            raise ArithmeticError(
+                f"training diverged at step {self.step}: give a lower --learning-rate"
+            )
+        torch.nn.utils.clip_grad_norm_(self._tensors.values(), 1.0)
         self._optimizer.step()
         return total
 
-    def _said(self, passage: Passage, at: Sequence[int]) -> torch.Tensor:
-        """float32[places, streams, vocab]: what each stream says behind each place of a text."""
-        model, streams = self._model, self._streams
-        count, eps = len(streams), model.shape.eps
-        tokens = passage.tokens[: at[-1] + 1]
+    def _identity(self) -> dict[str, Any]:
+        recipe = {k: v for k, v in asdict(self._recipe).items() if k not in _CHANGEABLE}
+        return {**self._kept.identity, "recipe": recipe}
+
+    def _save_state(self) -> None:
+        if self._kept.checkpoints is None:
+            return
+        states = self._optimizer.state_dict()["state"]
+        first, second = (
+            {name: states[i][key] for i, name in enumerate(self._tensors)}
+            for key in ("exp_avg", "exp_avg_sq")
+        )
+        tensors = {name: tensor.detach() for name, tensor in self._tensors.items()}
+        meta = {
+            "step": self.step, "seconds": self._seconds, "best": self._best,
+            "waited": self._waited, "identity": self._identity(),
+        }  # fmt: skip
+        self._kept.checkpoints.save_state(TrainingState(tensors, first, second, meta))
+
+    def _resume(self) -> None:
+        checkpoints = self._kept.checkpoints
+        state = None if checkpoints is None else checkpoints.load_state()
+        if checkpoints is None or state is None:
+            return
+        if state.meta["identity"] != self._identity():
+            raise ValueError(
+                f"{checkpoints.folder} is of a training of other data, another draft model or "
+                "recipe: name another --out, or remove it to begin anew"
+            )
         with torch.no_grad():
-            keys, values = _read(model, tokens)
-        x = streams.embeddings.repeat(len(at), 1)
-        turned = model.rotation([place + 1 + j for place in at for j in range(count)])
-        sees = _mask(at, len(tokens), count)
-        for number, layer in enumerate(model.layers):
-            changes = streams.changes[number]
-
-            def product(name: str, rows: torch.Tensor, of=layer, by=changes) -> torch.Tensor:
-                return getattr(of, name).product(rows) + by[name].product(rows)
-
-            h = rms_norm(x, layer.attention_norm, eps)
-            q, k, v = model.turned_heads(product("qkv", h), layer, turned)
-            all_k, all_v = torch.cat([keys[number], k]), torch.cat([values[number], v])
-            x = x + product("out", _attended(q, all_k, all_v, sees))
-            h = rms_norm(x, layer.mlp_norm, eps)
-            gate, up = product("gate_up", h).chunk(2, dim=-1)
-            x = x + product("down", F.silu(gate) * up)
-        return model.logits(x).view(len(at), count, -1)
+            for name, tensor in self._tensors.items():
+                tensor.copy_(state.model[name])
+        self.step = int(state.meta["step"])
+        moments = {
+            i: {
+                "step": torch.tensor(float(self.step)),
+                "exp_avg": state.first[name],
+                "exp_avg_sq": state.second[name],
+            }
+            for i, name in enumerate(self._tensors)
+        }
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        self._seconds, self._waited = float(state.meta["seconds"]), int(state.meta["waited"])
+        self._best = list(state.meta["best"])
 
 
 def fresh_streams(model: CausalLM, streams: int, rank: int, seed: int) -> LookaheadStreams:
-    """Streams of a model in float32 that have learned nothing."""
+    """Streams of a model that have learned nothing, on its device."""
     torch.manual_seed(seed)
-    sizes = [
-        {name: list(getattr(layer, name).shape) for name in MATRICES} for layer in model.layers
-    ]
-    sample = model.embedded(range(min(model.shape.vocab_size, 4096)))
-    return LookaheadStreams.fresh(streams, rank, sample, sizes)
-
-
-def passages_of(
-    texts: Sequence[tuple[Sequence[int], Sequence[int]]], streams: int
-) -> list[Passage]:
-    """Passages of (prompt, output) pairs, as far as they fit; short outputs are left out."""
-    made = []
-    for prompt, output in texts:
-        kept = list(prompt)[-(_LONGEST // 2) :]
-        passage = Passage([*kept, *output][:_LONGEST], max(len(kept), 1))
-        if len(passage.tokens) - passage.first > streams:
-            made.append(passage)
-    return made
-
-
-def _places(passage: Passage, streams: int, rng: np.random.Generator | None = None) -> list[int]:
-    """Places, in rising order, behind which all that the streams are to say is in the output."""
-    every = np.arange(passage.first - 1, len(passage.tokens) - streams - 1)
-    if len(every) > _PLACES:
-        step = len(every) / _PLACES
-        evenly = (np.arange(_PLACES) * step).astype(int)
-        every = np.sort(rng.choice(every, _PLACES, replace=False)) if rng else every[evenly]
-    return [int(place) for place in every]
-
-
-def _future(passage: Passage, at: Sequence[int], streams: int) -> torch.Tensor:
-    """int64[places, streams]: stream j says the token that stands j + 1 behind its place."""
-    return torch.tensor([list(passage.tokens[p + 2 : p + 2 + streams]) for p in at])
-
-
-def _mask(at: Sequence[int], tokens: int, streams: int) -> torch.Tensor:
-    """bool[rows, tokens + rows]: a stream sees the text up to its place, and those before it."""
-    rows = len(at) * streams
-    text = torch.arange(tokens)[None] <= torch.tensor(at)[:, None]
-    own = torch.block_diag(*[torch.ones(streams, streams).tril()] * len(at)).bool()
-    assert own.shape == (rows, rows)
-    return torch.cat([text.repeat_interleave(streams, dim=0), own], dim=1)
-
-
-def _read(model: CausalLM, tokens: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Keys and values of a text, [tokens, kv_heads, head_dim] for each layer."""
-    x, eps = model.embedded(tokens), model.shape.eps
-    turned = model.rotation(range(len(tokens)))
-    sees = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-    keys, values = list[torch.Tensor](), list[torch.Tensor]()
-    for layer in model.layers:
-        h = rms_norm(x, layer.attention_norm, eps)
-        q, k, v = model.turned_heads(layer.qkv.product(h), layer, turned)
-        keys.append(k)
-        values.append(v)
-        x = x + layer.out.product(_attended(q, k, v, sees))
-        gate, up = layer.gate_up.product(rms_norm(x, layer.mlp_norm, eps)).chunk(2, dim=-1)
-        x = x + layer.down.product(F.silu(gate) * up)
-    return keys, values
-
-
-def _attended(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sees: torch.Tensor
-) -> torch.Tensor:
-    """[rows, heads, d], [slots, kv_heads, d] twice and bool[rows, slots] -> [rows, heads * d]."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))
-    read = F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=sees)
-    return read.transpose(0, 1).reshape(len(q), -1)
+    sizes = [{name: getattr(layer, name).shape for name in MATRICES} for layer in model.layers]
+    sample = model.embedded(range(min(model.shape.vocab_size, 4096))).float().cpu()
+    return LookaheadStreams.fresh(streams, rank, sample, sizes).to(model.device)
 
 
 def _rate(step: int, recipe: StreamRecipe) -> float:

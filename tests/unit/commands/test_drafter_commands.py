@@ -150,12 +150,17 @@ def test_streams_of_a_draft_model_are_trained_shown_and_loaded(tmp_path, target,
     asked += ["--learning-rate", 0.02]
     assert "needs --draft-model" in error_of(capsys, *asked)
     assert "no such model" in error_of(capsys, *asked, "--draft-model", tmp_path / "none")
+    (made / "training").mkdir(parents=True)
+    (made / "training" / "state.safetensors").write_bytes(b"torn")
+    assert "is damaged" in error_of(capsys, *asked, "--draft-model", draft)
+    shutil.rmtree(made)
     assert run("drafter", *asked, "--draft-model", draft) == 0
     assert "tokens foreseen in 2 held-out outputs, stream 1:" in capsys.readouterr().out
     manifest, streams = load_streams(made, draft)
     assert (manifest.streams, manifest.rank, manifest.target) == (2, 4, "parrot")
     # "say x x x end": behind the output's first x, half of the places, stream 2 is to say the end.
     assert manifest.scores["foreseen"][1] >= 0.5 and len(streams) == 2
+    assert not (made / "training").exists()
     assert "already" in error_of(capsys, *asked, "--draft-model", draft)
     assert run("drafter", "list", tmp_path, "--saw", "tenant-a") == 0
     assert f"{made}: 2 streams of draft, 160 tokens of tenant-a" in capsys.readouterr().out
