@@ -1,205 +1,203 @@
-"""What bench_mirror has seen: rates by row and task, ratios, where a step's time goes, figures."""
+"""What bench_mirror has seen: rates by row and task, ratios, figures."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from scripts.lib.mirror_rows import (
     AR,
     AR_BOTH,
+    BOTH,
+    EXITS,
+    LOSSLESS,
     MIRROR,
+    OWN,
     SD,
     SD_BOTH,
     SD_RETRIEVAL,
     SD_STREAMING,
     Split,
+    key_of,
 )
-from scripts.lib.mirror_runs import Answer, Kills
-from sglang_ext.sweep.result_tables import Table
+from scripts.lib.mirror_runs import Answer
+from scripts.lib.mirror_steps import Steps
 
 TOPS = (1, 2, 4, 8, 16)
-
-
-@dataclass(frozen=True)
-class Steps:
-    """A row's decode steps by themselves, batch 1: totals over its answers.
-
-    Attributes:
-        tokens: that were committed behind the first of each answer.
-        seconds: in which.
-        counts: growth of mirror_runs.COUNTED.
-    """
-
-    tokens: int
-    seconds: float
-    counts: Mapping[str, float]
-
-    @classmethod
-    def of(cls, answers: Iterable[Answer]) -> "Steps":
-        """Those of some answers."""
-        answers = list(answers)
-        names = answers[0].counts
-        counts = {name: sum(a.counts[name] for a in answers) for name in names}
-        tokens = sum(len(a.token_ids) - 1 for a in answers)
-        return cls(tokens, sum(a.decode_seconds for a in answers), counts)
-
-    @property
-    def steps(self) -> float:
-        """Passes of the target, those that verified nothing included."""
-        return self.counts["plain_steps_total"] + self.counts["verify_steps_total"]
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens that a step commits."""
-        return self.tokens / self.steps
-
-    @property
-    def step_ms(self) -> float:
-        """Wall time of a step."""
-        return 1e3 * self.seconds / self.steps
-
-    @property
-    def nodes(self) -> float:
-        """Drafted nodes that a step verifies."""
-        return self.counts["spec_decode_num_draft_tokens_total"] / self.steps
-
-    def part_ms(self, *series: str) -> float:
-        """What the seconds of these series make of a step."""
-        return 1e3 * sum(self.counts[name] for name in series) / self.steps
-
-    @property
-    def law_ms(self) -> float | None:
-        """A step by Eq. 10, from its parts as measured in these steps; None: no exit was seen.
-
-        T_target(1..l_e) + T_rv(ee) + max(T_target(l_e+1..N), T_draft) + T_rv(fv): the pass, its
-        exit included, and what drafting kept it waiting, which is T_rv(fv) and the part of T_draft
-        that the suffix did not hide.
-        """
-        if not self.counts["early_exit_steps_total"]:
-            return None
-        return self.part_ms("plain_seconds_total", "verify_seconds_total", "draft_seconds_total")
-
-    @property
-    def hidden_share(self) -> float | None:
-        """Of the draft model's seconds those that no step waited; None: it did not draft."""
-        drafted = self.counts["drafter.draft_seconds"] - self.counts["drafter.reading_seconds"]
-        if drafted <= 0:
-            return None
-        return max(0.0, 1.0 - self.counts["drafter.waited_seconds"] / drafted)
-
-    @property
-    def fallback_share(self) -> float | None:
-        """Of the drafts that were asked for, those that were not there; None: none was."""
-        return _share(self.counts["drafter.fallbacks"], self.counts["drafter.hits"])
-
-    def unforeseen(self, top: int) -> float | None:
-        """Of the outcomes of passes with an exit, those not among its first `top` candidates."""
-        outcomes = self.counts["drafter.outcomes"]
-        return 1.0 - self.counts[f"drafter.foreseen_top{top}"] / outcomes if outcomes else None
-
-    def passes_a_window(self, window: int) -> float | None:
-        """Passes of the draft model for a window that a step waits for; None: none did."""
-        tokens = self.counts["drafter.asked_tokens"]
-        return window * self.counts["drafter.asked_steps"] / tokens if tokens else None
-
-
-def _share(part: float, rest: float) -> float | None:
-    return part / (part + rest) if part + rest else None
+_BASES = (AR.name, AR_BOTH.name)
 
 
 class Results:
     """The answers of a run.
 
     Args:
+        splits: by name.
         layers: of the target.
         window: gamma.
+        parts: figures that parts of the run have found by themselves.
     """
 
     def __init__(
-        self, splits: Sequence[Split], answers: Sequence[Answer], layers: int, window: int
+        self,
+        splits: Mapping[str, Split],
+        answers: Sequence[Answer],
+        layers: int,
+        window: int,
+        parts: Mapping[str, float] | None = None,
     ) -> None:
         self.splits = splits
         self.answers = list(answers)
         self.window = window
         self._layers = layers
-        self.kills: Kills | None = None
+        self._parts = dict(parts or {})
 
-    def alone(self, split: Split, row: str) -> list[Answer]:
-        """Greedy answers of a row of a split that ran by themselves."""
+    def alone(self, split: str, row: str, task: str | None = None) -> list[Answer]:
+        """Greedy answers of a row of a split that ran by themselves, of all tasks or one."""
         return [
             a for a in self.answers
-            if (a.split, a.row, a.batch, a.temperature) == (split.name, row, 1, 0.0)
+            if (a.split, a.row, a.batch, a.temperature) == (split, row, 1, 0.0)
+            and (a.task == task or (task is None and a.task != LOSSLESS))
         ]  # fmt: skip
-
-    def mismatches(self) -> tuple[int, int]:
-        """Greedy outputs that are not their server's base row's, and how many were compared."""
-        expected = {
-            (a.split, a.task, a.prompt): a.token_ids
-            for a in self.answers
-            if a.row in (AR.name, AR_BOTH.name) and a.batch == 1 and a.temperature == 0
-        }
-        others = [
-            a for a in self.answers
-            if a.temperature == 0 and not (a.row in (AR.name, AR_BOTH.name) and a.batch == 1)
-        ]  # fmt: skip
-        wrong = sum(a.token_ids != expected[a.split, a.task, a.prompt] for a in others)
-        return wrong, len(others)
 
     def speedup(self, split: Split, row: str, task: str | None = None) -> float | None:
         """Tokens/s of a row by those of its split's base, the mean over tasks or of one task."""
-        tasks = {a.task for a in self.alone(split, row)} if task is None else {task}
-        ratios = []
-        for one in tasks:
-            mine = [a for a in self.alone(split, row) if a.task == one]
-            base = [a for a in self.alone(split, split.base.name) if a.task == one]
-            if mine and base:
-                ratios.append(_rate(mine) / _rate(base))
-        return fmean(ratios) if ratios else None
+        base = self.alone(split.name, split.base.name, task)
+        return mean_ratio(self.alone(split.name, row, task), base)
+
+    def mismatches(self) -> tuple[int, int]:
+        """Greedy outputs that are not their server's base row's, and how many were compared.
+
+        Those of a batch are compared with what the base row wrote in a batch of that size.
+        """
+        greedy = [a for a in self.answers if a.temperature == 0]
+        expected = {_asked(a): a.token_ids for a in greedy if a.row in _BASES}
+        others = [a for a in greedy if a.row not in _BASES and _asked(a) in expected]
+        return sum(a.token_ids != expected[_asked(a)] for a in others), len(others)
 
     def figures(self) -> dict[str, float]:
         """By the names of issue 29."""
         wrong, compared = self.mismatches()
         made: dict[str, float | None] = {"mismatches": wrong, "outputs_compared": compared}
-        for split in self.splits:
+        lossless = {a.prompt for a in self.answers if (a.task, a.row) == (LOSSLESS, MIRROR.name)}
+        made["prompts_compared"] = len(lossless) or None
+        for split in self.splits.values():
             made |= self._of_split(split)
-        made |= self._speedups() | self._of_mirror() | self._of_drafting()
-        for layer, shares in self.fallbacks().items():
-            made |= {f"fallback_exit{layer}_kappa{k}": share for k, share in shares.items()}
-        if self.kills is not None:
-            made |= {
-                "executor_kills": self.kills.kills, "answers_under_kills": self.kills.asked,
-                "wrong_after_kills": self.kills.wrong, "hangs_after_kills": self.kills.hangs,
-            }  # fmt: skip
+        made |= (
+            self._of_loads()
+            | self._speedups()
+            | self._of_mirror()
+            | self._of_drafting()
+            | self._of_fallbacks()
+        )
+        made |= self._parts
+        made["mirrored_retrieval_critical_ratio"] = _ratio(
+            self._parts.get("mirrored_retrieval_critical_ms"),
+            self._parts.get("unmirrored_retrieval_critical_ms"),
+        )
         return {name: value for name, value in made.items() if value is not None}
 
-    def _speedups(self) -> dict[str, float | None]:
-        first = self.splits[0]
-        mirror, vanilla = (self.speedup(first, row.name) for row in (MIRROR, SD))
-        both = [_rate(found) for s in self.splits if (found := self.alone(s, SD_BOTH.name))]
-        mine = self.alone(first, MIRROR.name)
+    def fallbacks(self) -> dict[int, dict[int, float]]:
+        """By exit layer and kappa: how often the outcome was not among the exit's candidates.
+
+        Of the prompts that all exits have seen, so that depths differ in nothing else.
+        """
+        found = {name: self.alone(name, MIRROR.name) for name in EXITS if name in self.splits}
+        found = {name: answers for name, answers in found.items() if answers}
+        if not found:
+            return {}
+        common = set.intersection(*({(a.task, a.prompt) for a in of} for of in found.values()))
+        shares = {}
+        for name, answers in found.items():
+            of_common = [a for a in answers if (a.task, a.prompt) in common]
+            if of_common:
+                layer = self._layers * self.splits[name].exit_part // 4
+                steps = Steps.of(of_common)
+                at = {top: steps.unforeseen(top) for top in TOPS}
+                shares[layer] = {top: share for top, share in at.items() if share is not None}
+        return dict(sorted(shares.items()))
+
+    def _of_split(self, split: Split) -> dict[str, float | None]:
+        """A row's own figures; of AR those of the split that Mirror is compared in."""
+        made: dict[str, float | None] = {}
+        for row in (split.base, *split.rows):
+            answers = self.alone(split.name, row.name)
+            if not answers or split.exit_part != 2 or (row is AR and split.name != OWN):
+                continue
+            steps = Steps.of(answers)
+            made |= {
+                f"tokens_s_{row.key}": rate(answers),
+                f"accept_length_{row.key}": steps.accept_length,
+                f"step_ms_{row.key}": steps.step_ms,
+                f"speedup_{row.key}": self.speedup(split, row.name),
+            }
+        return made
+
+    def loads(self) -> dict[tuple[str, str, int, float], list[Answer]]:
+        """Answers by split, row, batch and temperature, without those of single greedy requests."""
+        found: dict[tuple[str, str, int, float], list[Answer]] = {}
+        for a in self.answers:
+            if (a.batch > 1 or a.temperature) and a.task != LOSSLESS:
+                found.setdefault((a.split, a.row, a.batch, a.temperature), []).append(a)
+        return found
+
+    def _of_loads(self) -> dict[str, float | None]:
+        """Tokens/s of all requests of a batch together, and at T = 1."""
         return {
-            "speedup_mirror_vs_ar": mirror,
-            "speedup_mirror_vs_vanilla": _ratio(mirror, vanilla),
-            "speedup_mirror_vs_vanilla_both": _ratio(_rate(mine), both[0])
-            if mine and both
-            else None,
+            f"tokens_s_{key_of(row)}" + (f"_batch{batch}" if batch > 1 else "_t1"):
+            batch * rate(answers)
+            for (_, row, batch, _), answers in self.loads().items()
+        }  # fmt: skip
+
+    def _speedups(self) -> dict[str, float | None]:
+        mine = self.alone(OWN, MIRROR.name)
+        against = {
+            "ar": self.alone(OWN, AR.name),
+            "vanilla": self.alone(OWN, SD.name),
+            "vanilla_both": self.alone(BOTH, SD_BOTH.name),
         }
+        made = {f"speedup_mirror_vs_{name}": mean_ratio(mine, of) for name, of in against.items()}
+        return {**made, "tasks": len({a.task for a in mine})}
 
     def _of_mirror(self) -> dict[str, float | None]:
-        answers = self.alone(self.splits[0], MIRROR.name)
+        """Of its steps: what was hidden, what was not there, and Eq. 10."""
+        answers = self.alone(OWN, MIRROR.name)
         if not answers:
             return {}
-        steps = Steps.of(answers)
-        made = {"hidden_share": steps.hidden_share, "fallback_share": steps.fallback_share}
-        if steps.law_ms is not None:
-            made["latency_law_error"] = abs(steps.law_ms - steps.step_ms) / steps.step_ms
-        return made
+        steps, fitting = Steps.of(answers), self._tasks_that_fit()
+        hidden = [a for a in answers if a.task in fitting]
+        serial = self._serial_draft_ms()
+        return {
+            "fallback_share": steps.fallback_share,
+            "hidden_share": Steps.of(hidden).hidden_share if hidden else None,
+            "hidden_share_all": steps.hidden_share,
+            "tasks_where_drafting_fits": len(fitting),
+            "suffix_ms": steps.suffix_ms,
+            "serial_draft_ms": serial,
+            "latency_law_error": _error(steps.law_ms, steps.step_ms),
+            "latency_law_error_foretold": None
+            if serial is None
+            else _error(steps.foretold_ms(serial), steps.step_ms),
+        }
+
+    def _serial_draft_ms(self, task: str | None = None) -> float | None:
+        """T_draft: what a step of ordinary speculative decoding waits for its draft."""
+        answers = self.alone(OWN, SD.name, task)
+        return Steps.of(answers).waited_ms if answers else None
+
+    def _tasks_that_fit(self) -> set[str]:
+        """Tasks in which Mirror's suffix is as long as drafting takes where it is not hidden."""
+        found = set()
+        for task in {a.task for a in self.alone(OWN, MIRROR.name)}:
+            serial = self._serial_draft_ms(task)
+            suffix = Steps.of(self.alone(OWN, MIRROR.name, task)).suffix_ms
+            if serial is not None and serial <= suffix:
+                found.add(task)
+        return found
 
     def _of_drafting(self) -> dict[str, float | None]:
         passes = {
             kind: Steps.of(answers).passes_a_window(self.window)
             for kind, row in (("", SD), ("retrieval", SD_RETRIEVAL), ("streaming", SD_STREAMING))
-            if (answers := self.alone(self.splits[0], row.name))
+            if (answers := self.alone(OWN, row.name))
         }
         made = {"draft_steps_per_window": passes.get("")}
         for kind in ("retrieval", "streaming"):
@@ -207,117 +205,56 @@ class Results:
             made[f"draft_steps_ratio_{kind}"] = _ratio(passes.get(kind), passes.get(""))
         return made
 
-    def fallbacks(self) -> dict[int, dict[int, float]]:
-        """By exit layer and kappa: how often the outcome was not among the exit's candidates."""
-        found: dict[int, dict[int, float]] = {}
-        for split in self.splits:
-            answers = self.alone(split, MIRROR.name) if split.lens == "auto" else []
-            if answers:
-                shares = {top: Steps.of(answers).unforeseen(top) for top in TOPS}
-                found[self._layers * split.exit_part // 4] = {
-                    top: share for top, share in shares.items() if share is not None
-                }
-        return found
-
-    def _of_split(self, split: Split) -> dict[str, float | None]:
-        made: dict[str, float | None] = {}
-        for row in (split.base, *split.rows):
-            answers = self.alone(split, row.name)
-            if not answers or f"tokens_s_{row.key}" in made:
-                continue
-            suffix = row.key if split.exit_part == 2 else f"{row.key}_exit{split.exit_part}"
-            if row is AR and split is not self.splits[0]:
-                continue
-            steps = Steps.of(answers)
-            made |= {
-                f"tokens_s_{suffix}": _rate(answers),
-                f"accept_length_{suffix}": steps.accept_length,
-                f"step_ms_{suffix}": steps.step_ms,
-                f"speedup_{suffix}": self.speedup(split, row.name),
-            }
+    def _of_fallbacks(self) -> dict[str, float | None]:
+        found = self.fallbacks()
+        made: dict[str, float | None] = {
+            f"fallback_exit{layer}_kappa{kappa}": share
+            for layer, shares in found.items()
+            for kappa, share in shares.items()
+        }
+        made["fallback_rises"] = rises(found) if found else None
         return made
 
 
-def tables(results: Results) -> list[Table]:
-    """Each split's rows; where their steps' time goes; speedups by task; batches and T = 1."""
-    return [
-        table
-        for split in results.splits
-        for table in (_rows(results, split), _parts(results, split), _tasks(results, split))
-    ] + [_batches(results)]
+def rises(fallbacks: Mapping[int, Mapping[int, float]]) -> int:
+    """How many times fallbacks (by layer, by kappa) do not fall, with kappa or with depth."""
+    shares = list(fallbacks.values())
+    lines = [list(of.values()) for of in shares]
+    lines += [[of[top] for of in shares] for top in TOPS if all(top in of for of in shares)]
+    found = 0
+    for line in lines:
+        found += sum(after > before for before, after in itertools.pairwise(line))
+        found += len(line) > 1 and line[-1] >= line[0]
+    return found
 
 
-def _rows(results: Results, split: Split) -> Table:
-    made = []
-    for row in (split.base, *split.rows):
-        answers = results.alone(split, row.name)
-        if answers:
-            steps = Steps.of(answers)
-            made.append([
-                row.name, f"{_rate(answers):.2f}", _shown(results.speedup(split, row.name)),
-                f"{steps.accept_length:.2f}", f"{steps.step_ms:.0f}", _shown(steps.hidden_share),
-                _shown(steps.fallback_share), _shown(steps.passes_a_window(results.window)),
-            ])  # fmt: skip
-    header = ["row", "tok/s", f"by {split.base.name}", "accept length", "step ms", "hidden",
-              "fallbacks", "draft passes a window"]  # fmt: skip
-    return Table(f"{split.name}: batch 1, T = 0", header, made)
-
-
-def _parts(results: Results, split: Split) -> Table:
-    made = []
-    for row in (split.base, *split.rows):
-        answers = results.alone(split, row.name)
-        if answers:
-            steps = Steps.of(answers)
-            made.append([
-                row.name, f"{steps.nodes:.1f}",
-                f"{steps.part_ms('plain_seconds_total', 'verify_seconds_total'):.0f}",
-                f"{steps.part_ms('before_exit_seconds_total'):.0f}",
-                f"{steps.part_ms('early_exit_seconds_total'):.1f}",
-                f"{steps.part_ms('draft_seconds_total'):.1f}",
-                f"{steps.part_ms('drafter.draft_seconds'):.0f}",
-                "-" if steps.law_ms is None else f"{steps.law_ms:.0f}", f"{steps.step_ms:.0f}",
-            ])  # fmt: skip
-    header = ["row", "nodes", "pass", "until exit", "exit", "waited", "draft model", "Eq. 10",
-              "step"]  # fmt: skip
-    return Table(f"{split.name}: where a step's time goes, ms", header, made)
-
-
-def _tasks(results: Results, split: Split) -> Table:
-    names = sorted({a.task for a in results.answers})
-    rows = [
-        [row.name, *(_shown(results.speedup(split, row.name, task)) for task in names)]
-        for row in split.rows
-    ]
-    return Table(f"{split.name}: speed by {split.base.name}, by task", ["row", *names], rows)
-
-
-def _batches(results: Results) -> Table:
-    keys = sorted({
-        (a.split, a.batch, a.temperature) for a in results.answers if a.batch > 1 or a.temperature
-    })  # fmt: skip
-    rows = []
-    for split, batch, temperature in keys:
-        of_key = [
-            a for a in results.answers
-            if (a.split, a.batch, a.temperature) == (split, batch, temperature)
-        ]  # fmt: skip
-        for name in dict.fromkeys(a.row for a in of_key):
-            answers = [a for a in of_key if a.row == name]
-            rows.append(
-                [split, str(batch), f"{temperature:g}", name, f"{batch * _rate(answers):.2f}"]
-            )
-    return Table("Batches and T = 1", ["server", "batch", "T", "row", "tok/s"], rows)
-
-
-def _rate(answers: Sequence[Answer]) -> float:
+def rate(answers: Sequence[Answer]) -> float:
     """Tokens/s of a request, behind its first token."""
-    return sum(len(a.token_ids) - 1 for a in answers) / sum(a.decode_seconds for a in answers)
+    seconds = sum(a.decode_seconds for a in answers)
+    return sum(len(a.token_ids) - 1 for a in answers) / max(seconds, 1e-9)
+
+
+def mean_ratio(mine: Sequence[Answer], others: Sequence[Answer]) -> float | None:
+    """Tokens/s by those of others, the mean over tasks; of the prompts that both have answered."""
+    ratios = []
+    for task in sorted({a.task for a in mine}):
+        prompts = [{a.prompt for a in of if a.task == task} for of in (mine, others)]
+        common = prompts[0] & prompts[1]
+        ours, theirs = (
+            [a for a in of if a.task == task and a.prompt in common] for of in (mine, others)
+        )
+        if common and rate(theirs):
+            ratios.append(rate(ours) / rate(theirs))
+    return fmean(ratios) if ratios else None
+
+
+def _asked(answer: Answer) -> tuple[str, str, int, int]:
+    return answer.split, answer.task, answer.prompt, answer.batch
 
 
 def _ratio(one: float | None, other: float | None) -> float | None:
     return one / other if one is not None and other else None
 
 
-def _shown(value: float | None, text: Callable[[float], str] = "{:.2f}".format) -> str:
-    return "-" if value is None else text(value)
+def _error(foretold: float | None, measured: float) -> float | None:
+    return None if foretold is None else abs(foretold - measured) / measured

@@ -1,12 +1,12 @@
-"""Bench_mirror's servers: which cores they have, what they answer, and the executor's end."""
+"""Bench_mirror's servers: which cores they have, and what they answer."""
 
 import contextlib
+import json
 import os
-import signal
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
@@ -16,9 +16,8 @@ from scripts.lib.mirror_rows import Row, Split
 from scripts.lib.served_metrics import read_metrics
 from scripts.lib.server import Server
 from scripts.lib.spec_bench import Prompt
+from sglang_ext.models import resolve
 
-_EXECUTOR = "sglang_ext.mirror.draft_process"
-_RESTART_S = 240.0
 # What is counted of a request: series of /metrics that only grow.
 COUNTED = (
     "plain_steps_total", "verify_steps_total", "plain_seconds_total", "verify_seconds_total",
@@ -33,6 +32,10 @@ COUNTED = (
         )
     ),
 )  # fmt: skip
+_WARM_TOKENS = 8
+_GIB = 1 << 30
+# Of a server beside its weights, which are in memory once more while they are packed.
+_BESIDE_BYTES, _PACKING = 2 * _GIB, 1.25
 
 
 @dataclass(frozen=True)
@@ -61,20 +64,25 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Kills:
-    """What became of requests while the executor was killed again and again.
+class Settings:
+    """What all parts of a run agree in.
 
     Attributes:
-        kills: executors that were killed with requests under way.
-        asked: requests that were answered meanwhile.
-        wrong: answers that were not the expected ones.
-        hangs: requests that failed or were not answered in time.
+        target, draft, streams: names or folders; `streams` may be empty.
+        tokens: of an answer.
+        window: gamma.
+        prompts: of each task; `prompt_tokens` the most of one.
+        lens_seconds: most that fitting a lens may take.
     """
 
-    kills: int
-    asked: int
-    wrong: int
-    hangs: int
+    target: str
+    draft: str
+    streams: str
+    tokens: int
+    window: int
+    prompts: int
+    prompt_tokens: int
+    lens_seconds: float
 
 
 @contextlib.contextmanager
@@ -88,16 +96,75 @@ def on_cores(cores: Collection[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-@contextlib.contextmanager
-def serving(split: Split, target: str, flags: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """The address of a split's server, and its process id."""
-    server = Server(target, flags, name=split.name.replace(" ", "-").replace("/", "-"))
-    server.env["OMP_NUM_THREADS"] = str(len(split.target_cores))
-    with on_cores(split.target_cores):
-        server.start()
-    print(f"{split.name}: server {server.pid}, its log {server.log}", flush=True)
-    with server:
-        yield server.base_url, server.pid
+class Servers:
+    """One server at a time, started when it is asked for; a context that ends the last one.
+
+    Args:
+        settings: of the run.
+        layers: of the target.
+    """
+
+    def __init__(self, settings: Settings, layers: int) -> None:
+        self._settings, self._layers = settings, layers
+        self._server: Server | None = None
+        self._client: Client | None = None
+
+    def of(self, split: Split) -> "Client":
+        """A client of the split's server; another split's server is ended first.
+
+        Raises:
+            MemoryError: too little is free for it.
+            ServerError: it does not start.
+        """
+        if self._client is None or self._client.split != split:
+            self.stop()
+            check_memory(self._settings)
+            s = self._settings
+            flags = split.flags(s.draft, self._layers, s.window, s.lens_seconds, s.streams)
+            server = Server(s.target, flags, name=split.name)
+            server.env["OMP_NUM_THREADS"] = str(len(split.target_cores))
+            print(f"starting server {split.name}, its log {server.log}", flush=True)
+            with on_cores(split.target_cores):
+                server.start()
+            self._server = server
+            server.wait()
+            self._client = Client(server.base_url, split, s.tokens, server.pid)
+        return self._client
+
+    def stop(self) -> None:
+        """End the server that runs, if one does."""
+        if self._server is not None:
+            self._server.stop()
+        self._server = self._client = None
+
+    def __enter__(self) -> "Servers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def check_memory(settings: Settings) -> None:
+    """Raise MemoryError where the models in float32 do not fit into what is free."""
+    needed = needed_bytes(Path(resolve(settings.target)), Path(resolve(settings.draft)))
+    free = psutil.virtual_memory().available
+    if free < needed:
+        raise MemoryError(
+            f"a server of {settings.target} needs about {needed / _GIB:.0f} GiB, "
+            f"{free / _GIB:.1f} are free: end other programs, or take a smaller --model"
+        )
+
+
+def needed_bytes(target: Path, draft: Path) -> int:
+    """About what a server takes: the target in float32 as it is packed, and what is beside it."""
+    config = json.loads((target / "config.json").read_text())
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    wider = 1 if stored.endswith("float32") else 2
+    sizes = {
+        folder: sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        for folder in (target, draft)
+    }
+    return int(_PACKING * wider * sizes[target]) + sizes[draft] + _BESIDE_BYTES
 
 
 class Client:
@@ -107,43 +174,58 @@ class Client:
         url: its address.
         split: it.
         tokens: of an answer.
+        pid: its process.
     """
 
-    def __init__(self, url: str, split: Split, tokens: int) -> None:
-        self.url = url
-        self._split = split
-        self._tokens = tokens
+    def __init__(self, url: str, split: Split, tokens: int, pid: int) -> None:
+        self.url, self.split, self.tokens, self.pid = url, split, tokens, pid
+        self._warm = set[str]()
+
+    def warm_up(self, rows: Iterable[Row], prompt: Prompt) -> None:
+        """Have what is compiled or measured on first use done, once for each row."""
+        for row in rows:
+            if row.name not in self._warm:
+                generate(self.url, prompt.input_ids, params=row.params, max_new_tokens=_WARM_TOKENS)
+                self._warm.add(row.name)
 
     def answer(
         self, row: Row, task: str, number: int, prompt: Prompt, temperature: float
     ) -> Answer:
         """One request by itself: its prompt is read anew by target and draft model."""
-        response = HTTP.post(self.url + "/flush_cache", params={"timeout": 60}, timeout=600)
-        response.raise_for_status()
-        before = self._counts()
+        self._forget()
+        before = self.counts()
         made = self._stream(row, prompt, temperature)
-        after = self._counts()
+        after = self.counts()
         grown = {name: after[name] - before[name] for name in COUNTED}
         return self._answer(row, task, 1, temperature, number, made, grown)
 
     def batch(
-        self, row: Row, task: str, prompts: Sequence[Prompt], temperature: float
+        self, row: Row, task: str, first: int, prompts: Sequence[Prompt], temperature: float
     ) -> list[Answer]:
-        """Requests that are under way together."""
-        HTTP.post(self.url + "/flush_cache", params={"timeout": 60}, timeout=600).raise_for_status()
+        """Requests that are under way together, the prompts of a task from its `first` on."""
+        self._forget()
         with ThreadPoolExecutor(len(prompts)) as pool:
             made = list(pool.map(lambda prompt: self._stream(row, prompt, temperature), prompts))
         return [
             self._answer(row, task, len(prompts), temperature, number, one, {})
-            for number, one in enumerate(made)
+            for number, one in enumerate(made, first)
         ]
+
+    def counts(self) -> dict[str, float]:
+        """COUNTED, so far."""
+        found = read_metrics(self.url)
+        return {name: found.get(name, 0.0) for name in COUNTED}
+
+    def _forget(self) -> None:
+        response = HTTP.post(self.url + "/flush_cache", params={"timeout": 60}, timeout=600)
+        response.raise_for_status()
 
     def _stream(self, row: Row, prompt: Prompt, temperature: float) -> Completion:
         return stream(
             self.url,
             prompt.input_ids,
             params=row.params,
-            max_new_tokens=self._tokens,
+            max_new_tokens=self.tokens,
             temperature=temperature,
         )
 
@@ -158,78 +240,6 @@ class Client:
         grown: Mapping[str, float],
     ) -> Answer:
         return Answer(
-            self._split.name, row.name, task, batch, temperature, number, tuple(made.token_ids),
+            self.split.name, row.name, task, batch, temperature, number, tuple(made.token_ids),
             made.decode_seconds, grown,
         )  # fmt: skip
-
-    def _counts(self) -> dict[str, float]:
-        found = read_metrics(self.url)
-        return {name: found.get(name, 0.0) for name in COUNTED}
-
-
-def by_turns(
-    client: Client, split: Split, prompts: Mapping[str, Sequence[Prompt]], temperature: float = 0.0
-) -> Iterator[Answer]:
-    """Every prompt by all rows of a split, which take turns at being first."""
-    rows = [split.base, *split.rows]
-    turn = 0
-    for task, of_task in prompts.items():
-        for number, prompt in enumerate(of_task):
-            first = turn % len(rows)
-            turn += 1
-            for row in [*rows[first:], *rows[:first]]:
-                made = client.answer(row, task, number, prompt, temperature)
-                rate = (len(made.token_ids) - 1) / made.decode_seconds
-                print(f"{split.name}, {task} {number}: {row.name} {rate:.2f} tok/s", flush=True)
-                yield made
-
-
-def kill_executors(
-    url: str, server_pid: int, prompts: Sequence[Prompt], row: Row, kills: int, tokens: int
-) -> Kills:
-    """Kill the draft process with kill -9 while two requests at a time are answered.
-
-    What is right is what the same server writes without a drafter.
-    """
-    expected = [
-        _ids(url, prompt, {"drafter": "none", "ingest": False}, tokens) for prompt in prompts
-    ]
-    asked = wrong = hangs = done = 0
-    for number in range(kills):
-        process = _executor(server_pid)
-        if process is None:
-            hangs += 1  # it was not started again in time
-            continue
-        with ThreadPoolExecutor(2) as pool:
-            jobs = [
-                (i, pool.submit(_ids, url, prompts[i], row.params, tokens))
-                for i in {number % len(prompts), (number + 1) % len(prompts)}
-            ]
-            time.sleep(0.3 + 0.4 * (number % 4))  # at different places of the answers
-            process.send_signal(signal.SIGKILL)
-            done += 1
-            for i, job in jobs:
-                asked += 1
-                try:
-                    wrong += job.result(600) != expected[i]
-                except Exception as error:
-                    print(f"kill {number}: {error}", flush=True)
-                    hangs += 1
-    return Kills(done, asked, wrong, hangs)
-
-
-def _ids(url: str, prompt: Prompt, params: Mapping[str, object], tokens: int) -> list[int]:
-    made = generate(url, prompt.input_ids, params=params, max_new_tokens=tokens)
-    return made.token_ids
-
-
-def _executor(server_pid: int) -> psutil.Process | None:
-    """The draft process below a server, once it is there; None: it does not come."""
-    deadline = time.monotonic() + _RESTART_S
-    while time.monotonic() < deadline:
-        for process in psutil.Process(server_pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if _EXECUTOR in process.cmdline()[:3]:
-                    return process
-        time.sleep(0.2)
-    return None
