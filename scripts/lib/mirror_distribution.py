@@ -1,5 +1,7 @@
 """Whether sampling while Mirror drafts keeps the target's distribution, as check_sampling tests."""
 
+from collections.abc import Sequence
+
 from scripts.check_sampling import CASES, compare, exact_distribution, sample
 from scripts.lib.mirror_rows import Row
 from scripts.lib.mirror_runs import Client
@@ -21,7 +23,7 @@ class Sampled:
         each: outputs of each case.
     """
 
-    def __init__(self, plain: Client, prompts: list[Prompt], each: int) -> None:
+    def __init__(self, plain: Client, prompts: Sequence[Prompt], each: int) -> None:
         self._cases = list(zip(prompts, CASES, strict=True))
         self._each = each
         print(f"plain SGLang's distributions, then {2 * each} outputs of each case", flush=True)
@@ -40,6 +42,6 @@ class Sampled:
         return {**made, "distribution_drafted": drafted}
 
 
-def prompts_of(prompts: list[Prompt]) -> list[Prompt]:
+def prompts_of(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The first short prompts, one for each case."""
     return [p for p in prompts if len(p.input_ids) <= 80][: len(CASES)]

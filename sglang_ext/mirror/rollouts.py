@@ -113,8 +113,8 @@ class Rollouts:
             # Nobody will ask what streams saw behind the less likely ones.
             looks = bool(part.text.wanted) or number < _GUESSED_FOR
             ahead = self._rows_ahead(part) if looks else []
-            read = (part.unread, nodes, parents)
-            feeds.append(Feed(part.text.cache, *read, wanted, ahead, self._streams))
+            rows = (part.unread, nodes, parents)
+            feeds.append(Feed(part.text.cache, *rows, wanted, ahead, self._streams))
         roots = [part.reads_root for part in parts]
         said = self._model.forward(feeds)
         tokens, probs = said.tokens.tolist(), said.probs.tolist()
