@@ -115,9 +115,10 @@ def kill_executors(client: Client, prompts: Sequence[Prompt], row: Row, kills: i
             _executor(client.pid).send_signal(signal.SIGKILL)
             found.kills += 1
             print(f"kill {found.kills} of {kills}: {found.figures()}", flush=True)
-        if not _came_back(client, before + found.kills):
-            print("the executor did not come back", flush=True)
-            found.hangs += 1
+        lost = not _came_back(client, before + found.kills)
+    if lost:
+        print("the executor did not come back", flush=True)
+        found.hangs += 1  # no thread counts any more
     return found
 
 
