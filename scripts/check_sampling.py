@@ -68,7 +68,8 @@ def main() -> int:
         with Server(options.model, flags, name="sssd") as server:
             for label, drafter in DRAFTS.items():
                 results[label] = [
-                    sample(server.base_url, p, c, each, drafter) for p, c in pairs(prompts)
+                    sample(server.base_url, p, c, each, {"drafter": drafter})
+                    for p, c in pairs(prompts)
                 ]
             again = generate_all(server.base_url, [p.input_ids for p in prompts], max_new_tokens=16)
     figures = compare(exact, plain, results)
@@ -85,14 +86,22 @@ def pairs(prompts: Sequence[Prompt]) -> list[tuple[Prompt, dict[str, Any]]]:
 
 
 def sample(
-    url: str, prompt: Prompt, case: dict[str, Any], count: int, drafter: str | None = None
+    url: str,
+    prompt: Prompt,
+    case: dict[str, Any],
+    count: int,
+    params: dict[str, Any] | None = None,
 ) -> Counts:
-    """Counts of the sampled outputs, TOKENS ids each."""
+    """Counts of the sampled outputs, TOKENS ids each.
+
+    Args:
+        params: custom_params; None: those of a plain server.
+    """
 
     def one(_: int) -> list[tuple[int, ...]]:
         answers = post(
             url, prompt.input_ids, n=PER_REQUEST, max_new_tokens=TOKENS, ignore_eos=True,
-            custom_params={"drafter": drafter} if drafter else None, **case,
+            custom_params=params, **case,
         )  # fmt: skip
         return [tuple(answer["output_ids"]) for answer in answers]
 
@@ -100,7 +109,7 @@ def sample(
     requests_needed = range(-(-count // PER_REQUEST))
     with ThreadPoolExecutor(2) as pool:
         batches = pool.map(one, requests_needed)
-        label = f"{drafter or 'plain'} {case}"
+        label = f"{(params or {}).get('drafter', 'plain')} {case}"
         total = len(requests_needed)
         for batch in tqdm(batches, total=total, desc=label, disable=None, leave=False):
             counts.update(batch)

@@ -265,6 +265,11 @@ class Options:
         "Mirror: the request's own text drafts for the draft model, which so gives several tokens "
         "in a pass",
     )
+    mirror_streams: str = _option(
+        "",
+        "Mirror: a folder of `sglang-ext drafter train --kind streaming`, whose streams have the "
+        "draft model give several tokens in a pass",
+    )
     mirror_exit: bool = _option(
         True,
         "Mirror: draft for what the target's early exit foresees while it verifies; 0: ordinary "

@@ -56,3 +56,9 @@ def spec_bench(model: str = MODEL, *, max_prompt_tokens: int = 1024) -> list[Pro
             if not by_category[category]:
                 del by_category[category]
     return order
+
+
+def unseen_texts() -> set[str]:
+    """Questions that no lens is fitted on: those with an odd place (mirror/fit_texts.py)."""
+    with gzip.open(CARRIED / "spec_bench.jsonl.gz", "rt", encoding="utf-8") as lines:
+        return {json.loads(line)["turns"][0] for place, line in enumerate(lines) if place % 2}

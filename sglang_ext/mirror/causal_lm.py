@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from sglang_ext.mirror.streaming.lookahead_streams import MATRICES, LookaheadStreams
 from sglang_ext.mirror.tree_cache import TreeCache
 from sglang_ext.mirror.weight_formats import Weight
 
@@ -65,6 +66,8 @@ class Feed:
         text: tokens that follow its cached text.
         tokens, parents: the nodes, see TreeCache.take.
         predicted: how many of the last rows' predictions are wanted.
+        ahead: rows, among text and nodes, behind which streams look ahead.
+        streams: so many of the model's, the first ones.
     """
 
     cache: TreeCache
@@ -72,16 +75,25 @@ class Feed:
     tokens: Sequence[int]
     parents: Sequence[int]
     predicted: int
+    ahead: Sequence[int] = ()
+    streams: int = 0
 
     @property
     def rows(self) -> int:
-        """How many rows the model runs of it."""
+        """How many rows the model runs of its text and nodes."""
         return len(self.text) + len(self.tokens)
+
+    @property
+    def rows_ahead(self) -> int:
+        """How many rows it runs of streams, behind the others."""
+        return self.streams * len(self.ahead)
 
 
 @dataclass(frozen=True)
 class Predictions:
     """What the model says behind each wanted row, feed by feed.
+
+    Of each feed the wanted rows come first, then the streams of its rows `ahead`, in their order.
 
     Attributes:
         tokens: int64[rows], its likeliest next token.
@@ -99,6 +111,9 @@ class CausalLM:
         embedding: [vocab, hidden]; activations have its device.
         inv_freq, rope_scale: of the rotary embedding, [head_dim / 2] and a factor.
         dtype: of activations outside of matrices, and of keys and values.
+
+    Attributes:
+        streams: that look ahead; None: it has none.
     """
 
     def __init__(
@@ -121,6 +136,17 @@ class CausalLM:
         self._inv_freq = inv_freq
         self._rope_scale = rope_scale
         self._dtype = dtype
+        self.streams: LookaheadStreams | None = None
+
+    def use_streams(self, streams: LookaheadStreams) -> None:
+        """Look ahead with these from now on.
+
+        Raises:
+            ValueError: they are of a model of other sizes.
+        """
+        sizes = [{name: getattr(layer, name).shape for name in MATRICES} for layer in self.layers]
+        streams.check(self._embedding.shape[1], sizes)
+        self.streams = streams.to(self.device)
 
     def new_cache(self) -> TreeCache:
         """An empty cache."""
@@ -131,24 +157,60 @@ class CausalLM:
     def forward(self, feeds: Sequence[Feed]) -> Predictions:
         """Read rows into their caches, and predict what follows those that are asked."""
         segments = [_Segment(feed) for feed in feeds]
-        tokens = [token for feed in feeds for token in (*feed.text, *feed.tokens)]
-        x = self._embedding[torch.tensor(tokens, device=self.device)].to(self._dtype)
-        turned = self._rotation([p for segment in segments for p in segment.positions])
+        x, ahead = self._embedded(feeds)
+        turned = self.rotation([p for segment in segments for p in segment.positions])
         for number, layer in enumerate(self.layers):
+            product = self._products(number, layer, ahead)
             h = rms_norm(x, layer.attention_norm, self.shape.eps)
-            x = x + layer.out.product(self._attention(h, number, layer, segments, turned))
+            heads = self.turned_heads(product("qkv", h), layer, turned)
+            x = x + product("out", self._attention(number, heads, segments))
             h = rms_norm(x, layer.mlp_norm, self.shape.eps)
-            gate, up = layer.gate_up.product(h).chunk(2, dim=-1)
-            x = x + layer.down.product(F.silu(gate) * up)
-        wanted = x[torch.tensor(_wanted_rows(feeds), dtype=torch.long, device=self.device)]
-        if not len(wanted):
+            gate, up = product("gate_up", h).chunk(2, dim=-1)
+            x = x + product("down", F.silu(gate) * up)
+        rows = torch.tensor(_wanted_rows(feeds), dtype=torch.long, device=self.device)
+        if not len(rows):
             return Predictions(np.empty(0, np.int64), np.empty(0))
-        logits = self._head.product(rms_norm(wanted, self._norm, self.shape.eps)).float()
+        logits = self.logits(x[rows])
         best = logits.max(dim=-1)
         probs = (best.values - logits.logsumexp(dim=-1)).exp()
         return Predictions(best.indices.cpu().numpy(), probs.double().cpu().numpy())
 
-    def _rotation(self, positions: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def embedded(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[n, hidden] of tokens."""
+        return self._embedding[torch.tensor(tokens, device=self.device)].to(self._dtype)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """float32[n, vocab] of the states behind the last layer."""
+        return self._head.product(rms_norm(states, self._norm, self.shape.eps)).float()
+
+    def _embedded(self, feeds: Sequence[Feed]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What stands in each row, and which rows are streams'; None: none."""
+        parts, ahead, first = list[torch.Tensor](), list[int](), 0
+        for feed in feeds:
+            parts.append(self.embedded([*feed.text, *feed.tokens]))
+            first += feed.rows
+            if self.streams is not None and feed.rows_ahead:
+                streams = self.streams.embeddings[: feed.streams].to(self._dtype)
+                parts.append(streams.repeat(len(feed.ahead), 1))
+                ahead += range(first, first + feed.rows_ahead)
+                first += feed.rows_ahead
+        rows = torch.tensor(ahead, dtype=torch.long, device=self.device) if ahead else None
+        return torch.cat(parts), rows
+
+    def _products(
+        self, number: int, layer: Layer, ahead: torch.Tensor | None
+    ) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        """The products of a layer's matrices by name, changed in the rows that are streams'."""
+
+        def product(name: str, x: torch.Tensor) -> torch.Tensor:
+            made = getattr(layer, name).product(x)
+            if ahead is not None and self.streams is not None:
+                made[ahead] += self.streams.changes[number][name].product(x[ahead])
+            return made
+
+        return product
+
+    def rotation(self, positions: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
         """What turns heads [rows, heads, head_dim] to their positions."""
         places = torch.tensor(positions, dtype=torch.float32, device=self.device)
         angles = places[:, None] * self._inv_freq
@@ -161,25 +223,31 @@ class CausalLM:
 
         return turned
 
-    def _attention(
+    def turned_heads(
         self,
-        h: torch.Tensor,
-        number: int,
+        rows: torch.Tensor,
         layer: Layer,
-        segments: Sequence["_Segment"],
         turned: Callable[[torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        """[rows, hidden] -> [rows, heads * head_dim]; keys and values go into the caches."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, [n, heads, head_dim] each, of what `qkv` has made of n rows."""
         s = self.shape
-        rows = layer.qkv.product(h)
         if layer.qkv_bias is not None:
             rows = rows + layer.qkv_bias
-        heads = rows.view(len(h), s.heads + 2 * s.kv_heads, s.head_dim)
+        heads = rows.view(len(rows), s.heads + 2 * s.kv_heads, s.head_dim)
         q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, s.eps), rms_norm(k, layer.k_norm, s.eps)
-        q, k = turned(q), turned(k)
-        out = torch.empty(len(h), s.heads * s.head_dim, dtype=q.dtype, device=q.device)
+        return turned(q), turned(k), v
+
+    def _attention(
+        self,
+        number: int,
+        heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        segments: Sequence["_Segment"],
+    ) -> torch.Tensor:
+        """[rows, heads * head_dim] of a layer; keys and values go into the caches."""
+        q, k, v = heads
+        out = torch.empty(len(q), q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         first = 0
         for segment in segments:
             part = slice(first, first + segment.rows)
@@ -189,13 +257,19 @@ class CausalLM:
 
 
 class _Segment:
-    """The rows of one request in a pass: their slots, their positions and what they see."""
+    """The rows of one request in a pass: their slots, their positions and what they see.
+
+    Rows of streams stand behind the others, in slots that the next pass takes.
+    """
 
     def __init__(self, feed: Feed) -> None:
-        self.rows = feed.rows
+        self.rows = feed.rows + feed.rows_ahead
         self._cache = feed.cache
         self._first = feed.cache.used
         self.positions, mask = feed.cache.take(len(feed.text), feed.parents)
+        if feed.rows_ahead:
+            more, mask = feed.cache.look_ahead(self.positions, mask, feed.ahead, feed.streams)
+            self.positions += more
         self._mask = None if mask is None else mask.to(feed.cache.keys.device)
         self._group_masks: dict[int, torch.Tensor] = {}
 
@@ -237,4 +311,6 @@ def _wanted_rows(feeds: Sequence[Feed]) -> list[int]:
     for feed in feeds:
         end += feed.rows
         rows.extend(range(end - feed.predicted, end))
+        rows.extend(range(end, end + feed.rows_ahead))
+        end += feed.rows_ahead
     return rows

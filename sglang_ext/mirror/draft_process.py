@@ -26,6 +26,7 @@ def main() -> int:
     made.add_argument("--window", type=int, required=True)
     made.add_argument("--cache-mb", type=float, required=True)
     made.add_argument("--guesses", type=int, required=True)
+    made.add_argument("--streams", default="")
     options = made.parse_args()
     logging.basicConfig(level=logging.INFO, format="draft process: %(message)s")
     device = DraftDevice.parse(options.device)
@@ -46,12 +47,19 @@ def _draft(options: argparse.Namespace, device: DraftDevice) -> None:
     from sglang_ext.mirror import lm_loading
     from sglang_ext.mirror.channel import Channel
     from sglang_ext.mirror.executor import Executor
+    from sglang_ext.mirror.streaming.stream_files import load_streams
 
     torch.set_num_threads(device.threads)
     channel = Channel.open(options.channel)
     model = lm_loading.load(options.model, options.weights, device.torch_name)
-    guesses = bool(options.guesses)
-    Executor(channel, model, options.window, guesses, options.cache_mb).run()
+    if options.streams:
+        _, streams = load_streams(options.streams, options.model)
+        try:
+            model.use_streams(streams)
+        except ValueError as error:
+            raise ValueError(f"--mirror-streams {options.streams}: {error}") from None
+    retrieves = bool(options.guesses)
+    Executor(channel, model, options.window, retrieves, options.cache_mb).run()
 
 
 if __name__ == "__main__":

@@ -30,16 +30,21 @@ class DraftText:
         viewed_at: when the pass whose exit was seen last began, in seconds; None: no pass runs
             that is known of.
         suffix_s: how long after a view its outcome comes, learned; None: none has come.
+        streams: whether the draft model's streams may draft for it.
 
     Args:
         tokens: its beginning, at least one.
         cache: an empty one.
-        guesses: whether the text itself may draft for the draft model (`guess`).
+        retrieves: whether the text itself may draft for the draft model (`guess`).
+        streams: whether the model's streams may.
     """
 
-    def __init__(self, tokens: Sequence[int], cache: TreeCache, guesses: bool = True) -> None:
+    def __init__(
+        self, tokens: Sequence[int], cache: TreeCache, retrieves: bool = True, streams: bool = True
+    ) -> None:
         self.tokens = list(tokens)
-        self._guesses = guesses
+        self._retrieves = retrieves
+        self.streams = streams
         self.cache = cache
         self._key = text_keys.of_text(self.tokens)
         self.tree = HypothesisTree(self.tokens[-1], self._key)
@@ -117,11 +122,27 @@ class DraftText:
         return rows
 
     def guess(self, node: int, most: int) -> list[int]:
-        """Nodes below one that the text itself suggests: what followed where it stood before.
+        """Nodes below one, for the draft model to confirm: what its streams saw, and what it finds.
 
-        Retrieval as SSSD's, from the request's own tokens.
+        Those come first that the streams saw; then what the text itself suggests, as its tokens
+        went on where it stood so before.
         """
-        if not self._guesses:
+        seen = self._seen_ahead(node, most)
+        return seen + (self._retrieved(node, most - len(seen)) if self._retrieves else [])
+
+    def _seen_ahead(self, node: int, most: int) -> list[int]:
+        made: list[int] = []
+        for token, prob in self.tree.seen_ahead(node)[:most]:
+            if self.tree.child(node, token) is not None:
+                break  # it is read when there is enough belief in it
+            behind = self.tree.behind[node] + 1
+            node = self.tree.add(node, token, prob, behind, guessed=True)
+            made.append(node)
+        return made
+
+    def _retrieved(self, node: int, most: int) -> list[int]:
+        """Retrieval as SSSD's, from the request's own tokens."""
+        if most < 1:
             return []
         if self._trie is None:
             self._trie = InputTrie()

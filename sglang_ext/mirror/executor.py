@@ -29,7 +29,7 @@ _IDLE_S = 0.5
 _PAUSE_S = 0.002
 _TOTALS_EVERY_S = 0.2
 _MIB = 1 << 20
-_MEASURED_TEXT = 32
+_MEASURED_TEXT, _MEASURED_TIMES = 32, 2
 
 
 class Executor:
@@ -39,18 +39,19 @@ class Executor:
         channel: its end of the channel.
         model: the draft model.
         window: tokens of a continuation (gamma).
-        guesses: whether retrieval drafts for the draft model.
+        retrieves: whether retrieval drafts for the draft model.
         cache_mb: MiB that keys and values may take in all; who was used last keeps theirs.
     """
 
     def __init__(
-        self, channel: Channel, model: CausalLM, window: int, guesses: bool, cache_mb: float
+        self, channel: Channel, model: CausalLM, window: int, retrieves: bool, cache_mb: float
     ) -> None:
         self._channel = channel
         self._model = model
         self._most_bytes = int(cache_mb * _MIB)
-        self._rollouts = Rollouts(model, measured_costs(model), window, guesses)
-        if guesses:  # compiled, or loaded from numba's cache, before anybody waits for it
+        self._retrieves = retrieves
+        self._rollouts = Rollouts(model, measured_costs(model), window)
+        if retrieves:  # compiled, or loaded from numba's cache, before anybody waits for it
             DraftText([0, 0], model.new_cache()).guess(0, 1)
         # By the drafter's number; the one that was used last stands at the end.
         self._texts: OrderedDict[int, DraftText] = OrderedDict()
@@ -130,9 +131,10 @@ class Executor:
         if text is not None and text.wanted:
             self._finish_ask(record.request, text)
         if text is None or record.first == 0:
-            guesses = not record.number & messages.NO_GUESSES
+            retrieves = self._retrieves and not record.number & messages.NO_RETRIEVAL
+            streams = self._model.streams is not None and not record.number & messages.NO_STREAMS
             cache = self._model.new_cache()
-            self._texts[record.request] = DraftText(tokens.tolist(), cache, guesses)
+            self._texts[record.request] = DraftText(tokens.tolist(), cache, retrieves, streams)
             while len(self._texts) > MOST_TEXTS:
                 self._refuse(next(iter(self._texts)), 0)
         else:
@@ -210,7 +212,7 @@ class Executor:
 
 
 def measured_costs(model: CausalLM) -> RowCosts:
-    """What passes of this model cost, by their rows: one of each, as later ones tell too."""
+    """What passes of this model cost, by their rows: the shorter of two, as others may run too."""
     cache = model.new_cache()
     model.forward([Feed(cache, [0] * _MEASURED_TEXT, [], [], 1)])
 
@@ -221,4 +223,4 @@ def measured_costs(model: CausalLM) -> RowCosts:
         cache.truncate(_MEASURED_TEXT)
         return taken
 
-    return RowCosts(seconds)
+    return RowCosts(lambda rows: min(seconds(rows) for _ in range(_MEASURED_TIMES)))

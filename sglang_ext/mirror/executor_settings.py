@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from sglang_ext import models
 from sglang_ext.mirror.draft_devices import DraftDevice
 from sglang_ext.mirror.lm_loading import config_of
+from sglang_ext.mirror.streaming.stream_files import load_streams
 from sglang_ext.models.tokenizers import fingerprint
 from sglang_ext.options import Options
 
@@ -21,6 +22,7 @@ class ExecutorSettings:
         window: tokens of a continuation (gamma).
         cache_mb: MiB for keys and values.
         guesses: whether retrieval drafts for the draft model.
+        streams: the folder of its streams; empty: it has none.
     """
 
     model: str
@@ -29,6 +31,7 @@ class ExecutorSettings:
     window: int
     cache_mb: float
     guesses: bool
+    streams: str = ""
 
     def command(self, channel: str) -> list[str]:
         """The process's command line."""
@@ -37,6 +40,7 @@ class ExecutorSettings:
             *("--channel", channel, "--model", self.model, "--weights", self.weights),
             *("--device", self.device, "--window", str(self.window)),
             *("--cache-mb", str(self.cache_mb), "--guesses", str(int(self.guesses))),
+            *("--streams", self.streams),
         ]
 
 
@@ -50,6 +54,8 @@ def settings_of(options: Options) -> ExecutorSettings:
         raise ValueError("--draft-model is missing: a folder or a name of `sglang-ext models list`")
     folder = models.resolve(options.draft_model)
     config_of(folder)
+    if options.mirror_streams:
+        load_streams(options.mirror_streams, folder)
     device = DraftDevice.parse(options.mirror_device)
     on_cpu = device.torch_name == "cpu"
     weights = options.mirror_weights
@@ -60,6 +66,7 @@ def settings_of(options: Options) -> ExecutorSettings:
         window=options.mirror_window,
         cache_mb=options.mirror_cache_mb,
         guesses=options.mirror_draft_retrieval,
+        streams=options.mirror_streams,
     )
 
 

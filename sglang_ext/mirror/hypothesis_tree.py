@@ -30,7 +30,9 @@ class HypothesisTree:
         slots: the node's number in the cache (TreeCache); UNREAD: the draft model has not read it.
         predicted: the child that the draft model says follows; -1: it was not asked.
         depths, keys: tokens below the root, and the key of the text that ends with the node.
-        guessed: whether a retrieval proposed it and the draft model has not confirmed it yet.
+        guessed: whether it was proposed and the draft model has not confirmed it yet.
+        ahead: of a node, what the draft model's streams saw behind its predicted child: tokens and
+            their probabilities. `ahead_of_root`: behind the root, when it was drafted.
 
     Args:
         token, key: the root's.
@@ -46,6 +48,8 @@ class HypothesisTree:
         self.depths = [0]
         self.keys = [key]
         self.guessed = [False]
+        self.ahead: dict[int, list[tuple[int, float]]] = {}
+        self.ahead_of_root: list[tuple[int, float]] = []
         self._gone = [False]
         self._rest = [1.0]
         self._children: dict[tuple[int, int], int] = {}
@@ -151,6 +155,13 @@ class HypothesisTree:
             node = self.predicted[node]
         return path
 
+    def seen_ahead(self, node: int) -> list[tuple[int, float]]:
+        """What the streams saw behind a node that the draft model had predicted."""
+        if node == ROOT:
+            return self.ahead_of_root
+        above = self.parents[node]
+        return self.ahead.get(above, []) if self.predicted[above] == node else []
+
     def path(self, node: int) -> list[int]:
         """Tokens from below the root to a node."""
         tokens = []
@@ -193,6 +204,7 @@ class HypothesisTree:
 
     def _below(self, root: int) -> tuple["HypothesisTree", list[int]]:
         tree = HypothesisTree(self.tokens[root], self.keys[root])
+        tree.ahead_of_root = self.seen_ahead(root)
         places = {root: ROOT}
         for node in range(root + 1, len(self.tokens)):
             above = places.get(self.parents[node])
@@ -207,6 +219,8 @@ class HypothesisTree:
             tree.slots[place] = number
         for node, place in places.items():
             tree.predicted[place] = places.get(self.predicted[node], _NONE)
+            if tree.predicted[place] != _NONE and node in self.ahead:
+                tree.ahead[place] = self.ahead[node]
         tree._rest[ROOT] = self._rest[root]
         return tree, [slot for slot, _ in cached]
 

@@ -52,8 +52,8 @@ TOTAL_NAMES = (
     "draft_steps", "draft_rows", "draft_tokens", "draft_seconds", "reading_seconds",
     "asked_steps", "asked_tokens", "cache_mb", "texts",
 )  # fmt: skip
-# A TEXT's flag: the text itself does not draft for the draft model.
-NO_GUESSES = 1
+# A TEXT's flags: the text itself does not draft for the draft model; its streams do not.
+NO_RETRIEVAL, NO_STREAMS = 1, 2
 MOST_KAPPA = 64
 _MOST_VIEW_NODES = 1024
 _TOKENS = PAYLOAD_BYTES // 4

@@ -19,6 +19,7 @@ class MirrorOptions(DrafterOptions):
         exit: draft for it what the early exit foresees, while the target verifies; false: each of
             its steps waits for its draft (ordinary speculative decoding).
         retrieval: its own text drafts for the draft model.
+        streams: the draft model's lookahead streams draft for it, where it has them.
         kappa: next tokens that are followed behind each node; None: the server's.
     """
 
@@ -27,4 +28,5 @@ class MirrorOptions(DrafterOptions):
 
     exit: bool = True
     retrieval: bool = True
+    streams: bool = True
     kappa: Annotated[int, Field(ge=1, le=MOST_KAPPA)] | None = None

@@ -89,7 +89,8 @@ class MirroredText:
         behind = self._told - len(self._prompt)
         written = output[: self.length - len(self._prompt)]
         tokens = [*self._prompt[self._told :], *written] if behind < 0 else written[behind:]
-        flags = 0 if self.options.retrieval else messages.NO_GUESSES
+        flags = 0 if self.options.retrieval else messages.NO_RETRIEVAL
+        flags |= 0 if self.options.streams else messages.NO_STREAMS
         return messages.text_records(self.number, tokens, self._told, flags)
 
     def lost(self, forever: bool) -> None:

@@ -105,3 +105,12 @@ def kappa_for(batch: int, most: int) -> int:
         if batch >= least:
             return min(kappa, most)
     return most
+
+
+def streams_for(batch: int, most: int) -> int:
+    """Lookahead streams behind a row in a batch of this size (appendix D.1).
+
+    Args:
+        most: those that the draft model has.
+    """
+    return min(most, 1) if batch >= 16 else most

@@ -7,13 +7,13 @@ that a larger batch follows fewer branches of each (appendix D.1).
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_ext.mirror.causal_lm import CausalLM, Feed
 from sglang_ext.mirror.draft_text import DraftText
 from sglang_ext.mirror.hypothesis_tree import ROOT
-from sglang_ext.mirror.payoff import RowCosts, rows_that_pay
+from sglang_ext.mirror.payoff import RowCosts, rows_that_pay, streams_for
 
 # Rows of text that a pass reads at most: what is asked meanwhile waits for the pass.
 CHUNK = 64
@@ -79,14 +79,13 @@ class Rollouts:
         model: the draft model.
         costs: what its passes cost.
         window: tokens of a continuation (gamma).
-        guesses: whether retrieval drafts for the draft model.
     """
 
-    def __init__(self, model: CausalLM, costs: RowCosts, window: int, guesses: bool) -> None:
+    def __init__(self, model: CausalLM, costs: RowCosts, window: int) -> None:
         self._model = model
         self._costs = costs
         self._window = window
-        self._guesses = guesses
+        self._streams = 0  # behind a row, of the pass that comes
         self.totals = Totals()
 
     def next_pass(self, texts: Sequence[DraftText], now: float) -> list[Part]:
@@ -96,6 +95,8 @@ class Rollouts:
             texts: all requests, the one that was used last at the end.
             now: seconds, as time.perf_counter.
         """
+        most = 0 if self._model.streams is None else len(self._model.streams)
+        self._streams = streams_for(len(texts), most)
         asked = [text for text in texts if text.wanted]
         if asked:
             return self._for_asked(asked)
@@ -105,22 +106,56 @@ class Rollouts:
         """Read these parts in one pass."""
         begun = time.perf_counter()
         feeds = []
-        for part in parts:
+        for number, part in enumerate(parts):
             nodes = [part.text.tree.tokens[node] for node in part.nodes]
             parents = part.text.cached_parents(part.nodes)
             wanted = len(nodes) + part.reads_root
-            feeds.append(Feed(part.text.cache, part.unread, nodes, parents, wanted))
+            # Nobody will ask what streams saw behind the less likely ones.
+            looks = bool(part.text.wanted) or number < _GUESSED_FOR
+            ahead = self._rows_ahead(part) if looks else []
+            rows = (part.unread, nodes, parents)
+            feeds.append(Feed(part.text.cache, *rows, wanted, ahead, self._streams))
         roots = [part.reads_root for part in parts]
         said = self._model.forward(feeds)
+        tokens, probs = said.tokens.tolist(), said.probs.tolist()
         drafted, row = list[Drafted](), 0
-        for part, root in zip(parts, roots, strict=True):
+        for part, root, feed in zip(parts, roots, feeds, strict=True):
             nodes = [ROOT, *part.nodes] if root else part.nodes
             end = row + len(nodes)
-            tokens, probs = said.tokens[row:end].tolist(), said.probs[row:end].tolist()
-            drafted.append(self._take(part, nodes, tokens, probs))
+            for place in feed.ahead:
+                node = ROOT if place < len(part.unread) else part.nodes[place - len(part.unread)]
+                seen = slice(end, end + feed.streams)
+                part.text.tree.ahead[node] = list(zip(tokens[seen], probs[seen], strict=True))
+                end = seen.stop
+            read = slice(row, row + len(nodes))
+            drafted.append(self._take(part, nodes, tokens[read], probs[read]))
             row = end
         self._count(feeds, drafted, time.perf_counter() - begun)
         return [one for one in drafted if one.nodes]
+
+    def _cost(self, texts: int) -> Callable[[int], float]:
+        """Seconds of a pass by its rows, the streams of so many texts beside them."""
+        more = self._streams * texts
+        return lambda rows: self._costs(rows + more)
+
+    def _rows_ahead(self, part: Part) -> list[int]:
+        """Rows of a part behind which the streams look ahead.
+
+        Those where its likeliest path may end: the node that there is most belief in, or the text's
+        end, and the deepest of those that are guessed.
+        """
+        tree, read = part.text.tree, len(part.unread)
+        if not part.text.streams or not (part.nodes or part.reads_root):
+            return []
+        sure = [row for row, node in enumerate(part.nodes) if not tree.guessed[node]]
+        guessed = [row for row, node in enumerate(part.nodes) if tree.guessed[node]]
+        rows = {read - 1} if part.reads_root else set[int]()
+        if sure and not part.reads_root:
+            probs = tree.probs()
+            rows.add(read + max(sure, key=lambda row: probs[part.nodes[row]]))
+        if guessed:
+            rows.add(read + max(guessed, key=lambda row: tree.depths[part.nodes[row]]))
+        return sorted(rows)
 
     def _take(
         self, part: Part, nodes: Sequence[int], tokens: Sequence[int], probs: Sequence[float]
@@ -138,7 +173,8 @@ class Rollouts:
         return Drafted(text, said)
 
     def _count(self, feeds: Sequence[Feed], drafted: Sequence[Drafted], seconds: float) -> None:
-        totals, rows = self.totals, sum(feed.rows for feed in feeds)
+        totals = self.totals
+        rows = sum(feed.rows + feed.rows_ahead for feed in feeds)
         totals.steps += 1
         totals.rows += rows
         totals.seconds += seconds
@@ -161,7 +197,7 @@ class Rollouts:
             part = self._text_first(text)
             if leaf is not None and leaf != ROOT:
                 part.nodes.append(leaf)
-            if leaf is not None and self._guesses and (part.nodes or part.reads_root):
+            if leaf is not None and (part.nodes or part.reads_root):
                 part.nodes += self._guessed(text, leaf)
             if part.unread or part.nodes:  # else there is enough, as `next_of_chain` says
                 parts.append(part)
@@ -182,7 +218,8 @@ class Rollouts:
             guesses += [(probs[node] / base, part, node) for node in fresh]
         guesses.sort(key=lambda guess: -guess[0])
         beliefs = [1.0] * max(must, 1) + [belief for belief, _, _ in guesses]
-        kept = max(0, rows_that_pay(beliefs, self._costs, float("inf")) - max(must, 1))
+        cost = self._cost(sum(part.text.streams for part in parts))
+        kept = max(0, rows_that_pay(beliefs, cost, float("inf")) - max(must, 1))
         for _, part, node in guesses[kept:]:
             part.nodes.remove(node)
             part.text.tree.drop_guesses([node])
@@ -198,10 +235,12 @@ class Rollouts:
             pool += [(p, text, n) for p, n in text.tree.unread(self._window, _LEAST_BELIEF)]
             time_left = min(time_left, _time_left(text, now))
         pool.sort(key=lambda item: -item[0])  # stable: parents stay in front of their children
-        if self._guesses and pool:
+        if pool:
             pool = self._with_guesses(pool)
         beliefs = [belief for belief, _, _ in pool[:_MOST_ROWS]]
-        rows = rows_that_pay(beliefs, self._costs, time_left)
+        looking = {id(text) for _, text, _ in pool[:_MOST_ROWS] if text.streams}
+        cost = self._cost(min(len(looking), _GUESSED_FOR))
+        rows = rows_that_pay(beliefs, cost, time_left)
         self._drop(pool[rows:])
         return self._parts_of(pool[:rows])
 

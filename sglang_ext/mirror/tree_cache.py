@@ -81,6 +81,37 @@ class TreeCache:
         mask[text:, self.text :] = self._sees[old_nodes : self.nodes, : self.nodes]
         return positions, torch.from_numpy(mask)
 
+    def look_ahead(
+        self,
+        positions: Sequence[int],
+        mask: torch.Tensor | None,
+        rows: Sequence[int],
+        streams: int,
+    ) -> tuple[list[int], torch.Tensor]:
+        """Room behind the slots in use for streams of some rows; the next pass takes it.
+
+        Args:
+            positions, mask: what `take` said of the pass's rows.
+            rows: those behind which streams look ahead.
+
+        Returns:
+            the streams' positions, and the mask of all rows, those of streams behind the others. A
+            stream sees what its row sees, and its row's streams up to itself.
+        """
+        more = streams * len(rows)
+        self._reserve(more)
+        before = len(positions)
+        whole = np.zeros((before + more, self.used + more), dtype=bool)
+        whole[:before, : self.used] = True if mask is None else mask.numpy()
+        own = np.tri(streams, dtype=bool)
+        for number, row in enumerate(rows):
+            first = number * streams
+            part = slice(before + first, before + first + streams)
+            whole[part, : self.used] = whole[row, : self.used]
+            whole[part, self.used + first : self.used + first + streams] = own
+        ahead = [positions[row] + 1 + j for row in rows for j in range(streams)]
+        return ahead, torch.from_numpy(whole)
+
     @torch.inference_mode()  # a cache that has grown in a pass can be written to nowhere else
     def keep(self, path: Sequence[int], others: Sequence[int]) -> None:
         """The nodes of `path` have become text; of the rest only `others` stay.
@@ -112,10 +143,10 @@ class TreeCache:
         """bool[nodes], the ancestors of a node, itself included."""
         return self._sees[node, : self.nodes]
 
-    def _reserve(self) -> None:
-        capacity = self.keys.shape[2]
-        if self.used > capacity:
-            pad = (0, 0, 0, max(self.used, 2 * capacity) - capacity)
+    def _reserve(self, ahead: int = 0) -> None:
+        capacity, wanted = self.keys.shape[2], self.used + ahead
+        if wanted > capacity:
+            pad = (0, 0, 0, max(wanted, 2 * capacity) - capacity)
             self.keys = torch.nn.functional.pad(self.keys, pad)
             self.values = torch.nn.functional.pad(self.values, pad)
         if self.nodes > len(self._sees):

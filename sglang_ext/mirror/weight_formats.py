@@ -28,6 +28,10 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 class Weight(Protocol):
     """A matrix [N, K] that multiplies rows from the right."""
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K]."""
+
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, K] -> [rows, N], of x's dtype."""
 
@@ -37,6 +41,7 @@ class PlainWeight:
 
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
         self._weight = weight.to(dtype)
+        self.shape = _shape(weight)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x.to(self._weight.dtype), self._weight).to(x.dtype)
@@ -46,6 +51,7 @@ class Int8Weight:
     """A matrix in 8 bits, a scale for each output feature."""
 
     def __init__(self, weight: torch.Tensor) -> None:
+        self.shape = _shape(weight)
         rows = weight.float()
         scales = rows.abs().amax(dim=1).clamp(min=1e-8) / _LEVELS_8
         self._packed = (rows / scales[:, None]).round().to(torch.int8).contiguous()
@@ -64,7 +70,7 @@ class Int4Weight:
     """A matrix in 4 bits, a scale and a zero for each 32 weights of a row."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        rows, columns = weight.shape
+        self.shape = rows, columns = _shape(weight)
         groups = weight.float().view(rows, columns // _GROUP, _GROUP)
         low, high = groups.amin(dim=2), groups.amax(dim=2)
         # Rounded first, as the product reads them: the levels are then those that it restores.
@@ -87,6 +93,11 @@ class Int4Weight:
             ),
             "int4",
         ).to(x.dtype)
+
+
+def _shape(weight: torch.Tensor) -> tuple[int, int]:
+    rows, columns = weight.shape
+    return rows, columns
 
 
 # Rows at once, by format; measured when the first matrices are there.

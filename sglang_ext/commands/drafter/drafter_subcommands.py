@@ -11,6 +11,15 @@ from sglang_ext.block_drafter.shapes import SHAPES
 from sglang_ext.commands.arguments import minutes, names, whole_number
 
 ERROR = 2
+# Of what is trained, by --kind, where the kinds differ.
+DEFAULTS: dict[str, dict[str, float]] = {
+    "block": {
+        "steps": 20_000, "batch": 32, "learning_rate": 5e-4, "warmup": 1000, "evaluate": 250,
+    },
+    "streaming": {
+        "steps": 1000, "batch": 4, "learning_rate": 1e-3, "warmup": 50, "evaluate": 50,
+    },
+}  # fmt: skip
 _TARGET_HELP = "the target: a name of `sglang-ext models list`, a path or a hub id"
 
 _DISTILL = """\
@@ -21,6 +30,9 @@ _TRAIN = """\
 Train a block drafter (SpecDec) on what a target wrote: a file of `drafter distill`, or the served
 outputs of a datastore. It ends when held-out outputs are drafted no better. Interrupt it whenever
 you like: the same command goes on from the last state, at most a minute back.
+
+With --kind streaming, train lookahead streams of Mirror's draft model (--draft-model) instead, on
+the same data; --out holds the best so far after each evaluation.
 """
 
 
@@ -116,7 +128,7 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description=_TRAIN,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    train.add_argument("--kind", choices=("block",), default="block")
+    train.add_argument("--kind", choices=tuple(DEFAULTS), default="block")
     what = train.add_mutually_exclusive_group(required=True)
     what.add_argument("--data", metavar="FILE", type=Path, help="written by `drafter distill`")
     what.add_argument("--datastore", metavar="FOLDER", help="a server may be using it")
@@ -153,26 +165,43 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default=20_000_000,
         help="of the data, about 30 bytes of memory each [%(default)d]",
     )
+    _add_streaming(train)
     _add_recipe(train)
     train.set_defaults(func=_guarded(_train))
 
 
+def _add_streaming(train: argparse.ArgumentParser) -> None:
+    """What only lookahead streams need."""
+    streaming = train.add_argument_group("with --kind streaming")
+    streaming.add_argument(
+        "--draft-model", metavar="NAME", default="", help="a folder or a known name"
+    )
+    streaming.add_argument(
+        "--streams", type=whole_number, default=3, help="tokens looked ahead [%(default)d]"
+    )
+    streaming.add_argument(
+        "--rank", type=whole_number, default=16, help="of the changes of matrices [%(default)d]"
+    )
+
+
 def _add_recipe(train: argparse.ArgumentParser) -> None:
     """How long and how fast it learns."""
-    train.add_argument("--steps", type=whole_number, default=20_000, help="most [%(default)d]")
+
+    def shown(name: str) -> str:
+        return " [" + ", ".join(f"{kind} {of[name]:g}" for kind, of in DEFAULTS.items()) + "]"
+
+    train.add_argument("--steps", type=whole_number, help="most" + shown("steps"))
     train.add_argument(
         "--minutes", type=minutes, default=0.0, help="most, in all; 0: no limit [%(default)g]"
     )
+    train.add_argument("--batch", type=whole_number, help="outputs in a step" + shown("batch"))
+    train.add_argument("--learning-rate", type=float, help="the highest" + shown("learning_rate"))
+    train.add_argument("--warmup", type=whole_number, help="steps" + shown("warmup"))
     train.add_argument(
-        "--batch", type=whole_number, default=32, help="outputs in a step [%(default)d]"
+        "--dropout", type=float, default=0.1, help="of a block drafter [%(default)g]"
     )
     train.add_argument(
-        "--learning-rate", type=float, default=5e-4, help="the highest [%(default)g]"
-    )
-    train.add_argument("--warmup", type=whole_number, default=1000, help="steps [%(default)d]")
-    train.add_argument("--dropout", type=float, default=0.1, help="[%(default)g]")
-    train.add_argument(
-        "--evaluate", type=whole_number, default=250, help="every so many steps [%(default)d]"
+        "--evaluate", type=whole_number, help="every so many steps" + shown("evaluate")
     )
     train.add_argument(
         "--patience",
@@ -204,6 +233,13 @@ def _distill(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    for name, value in DEFAULTS[args.kind].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.kind == "streaming":
+        from sglang_ext.commands.drafter.train_streams import run as run_streams
+
+        return run_streams(args)
     from sglang_ext.commands.drafter.train_drafter import run
 
     return run(args)

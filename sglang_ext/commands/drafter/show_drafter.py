@@ -9,16 +9,25 @@ from sglang_ext.block_drafter.drafter_manifest import (
     Manifest,
     read_manifest,
 )
+from sglang_ext.mirror.streaming.stream_files import NAME as STREAMS_NAME
+from sglang_ext.mirror.streaming.stream_files import StreamManifest, read_stream_manifest
 
 
 def show(folder: Path, as_json: bool) -> int:
-    """Prints what a drafter's directory states; returns the exit code."""
+    """Prints what a directory of a drafter, or of streams, states; returns the exit code."""
+    if (folder / STREAMS_NAME).is_file():
+        streams = read_stream_manifest(folder)
+        return _shown(f"streams {folder}", streams.as_json(), _lines_of_streams(streams), as_json)
     manifest = read_manifest(folder)
+    return _shown(f"drafter {folder}", manifest.as_json(), _lines(manifest), as_json)
+
+
+def _shown(title: str, stated: str, lines: Iterator[tuple[str, str]], as_json: bool) -> int:
     if as_json:
-        print(manifest.as_json(), end="")
+        print(stated, end="")
         return 0
-    print(f"drafter {folder}")
-    for name, value in _lines(manifest):
+    print(title)
+    for name, value in lines:
         print(f"  {name:<11} {value}")
     return 0
 
@@ -30,7 +39,13 @@ def list_drafters(folders: Sequence[Path], saw: str | None) -> int:
         saw: only those that were trained on outputs of this namespace.
     """
     found = 0
-    for folder in _drafters(folders):
+    for folder in _folders(folders, STREAMS_NAME):
+        streams = read_stream_manifest(folder)
+        if saw is None or saw in streams.namespaces:
+            found += 1
+            seen = f", {streams.namespaces[saw]:,} tokens of {saw}" if saw is not None else ""
+            print(f"{folder}: {streams.streams} streams of {streams.draft_name}{seen}")
+    for folder in _folders(folders, NAME):
         manifest = read_manifest(folder)
         if saw is not None and saw not in manifest.namespaces:
             continue
@@ -42,11 +57,23 @@ def list_drafters(folders: Sequence[Path], saw: str | None) -> int:
     return 0
 
 
-def _drafters(folders: Sequence[Path]) -> Iterator[Path]:
+def _folders(folders: Sequence[Path], name: str) -> Iterator[Path]:
+    """Those below some folders that hold a file of this name."""
     for folder in folders:
         if not folder.is_dir():
             raise BlockDrafterError(f"there is no folder {folder}")
-        yield from sorted(path.parent for path in folder.rglob(NAME))
+        yield from sorted(path.parent for path in folder.rglob(name))
+
+
+def _lines_of_streams(manifest: StreamManifest) -> Iterator[tuple[str, str]]:
+    yield "draft", f"{manifest.draft_name} ({manifest.draft})"
+    yield "target", manifest.target
+    yield "streams", f"{manifest.streams}, changes of rank {manifest.rank}"
+    yield "data", f"{manifest.data.get('origin')}: {manifest.data.get('examples')} outputs"
+    for name, tokens in manifest.namespaces.items():
+        yield "namespace", f"{name}: {tokens:,} tokens"
+    for number, share in enumerate(manifest.scores.get("foreseen", ()), 1):
+        yield f"stream {number}", f"{share:.1%} of tokens foreseen, held out"
 
 
 def _lines(manifest: Manifest) -> Iterator[tuple[str, str]]:

@@ -20,13 +20,9 @@ from sglang_ext.block_drafter.shapes import SHAPES, Shape
 from sglang_ext.block_drafter.target_models import TargetModel, load_target
 from sglang_ext.block_drafter.target_states import StatesReader, check_examples, kept_states
 from sglang_ext.block_drafter.trainer import Progress, Recipe, Trainer
-from sglang_ext.block_drafter.training_data import (
-    TrainingData,
-    read_datastore,
-    read_file,
-    source_rule,
-)
+from sglang_ext.block_drafter.training_data import TrainingData, source_rule
 from sglang_ext.block_drafter.training_set import make_training_set
+from sglang_ext.commands.drafter.training_arguments import check_training, read_data
 
 _NO_WEIGHTS = "0" * 64
 
@@ -36,11 +32,7 @@ def run(args: argparse.Namespace) -> int:
     shape = _shape(args)
     _check(args)
     target = load_target(args.model)
-    data = (
-        read_file(args.data, target, args.most_tokens)
-        if args.data
-        else read_datastore(args.datastore, target, args.most_tokens, args.namespaces)
-    )
+    data = read_data(args, target)
     reader = None
     if args.encoder == "target":
         check_examples(data)
@@ -115,15 +107,9 @@ def _check(args: argparse.Namespace) -> None:
     """Raises BlockDrafterError: the output folder or the device cannot be used."""
     if args.encoder_layer and args.encoder != "target":
         raise BlockDrafterError("--encoder-layer is a layer of the target: give --encoder target")
-    if args.namespaces and not args.datastore:
-        raise BlockDrafterError("--namespaces are those of a --datastore")
+    check_training(args)
     if is_drafter_folder(args.out) and not (args.out / FOLDER).is_dir():
         raise BlockDrafterError(f"{args.out} holds a trained drafter already: name another folder")
-    if args.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise BlockDrafterError("--device cuda: torch finds no such device here")
 
 
 def _shape(args: argparse.Namespace) -> Shape:
@@ -137,8 +123,6 @@ def _shape(args: argparse.Namespace) -> Shape:
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
-    if not 0 < args.learning_rate < 1:
-        raise BlockDrafterError(f"--learning-rate {args.learning_rate:g}: expected 0 to 1")
     if not 0 <= args.dropout < 1:
         raise BlockDrafterError(f"--dropout {args.dropout:g}: expected 0 to 1")
     return Recipe(

@@ -4,6 +4,7 @@ import argparse
 import gzip
 import http.server
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from sglang_ext.block_drafter.training_data import DATASTORE_PROMPT_TAIL, read_d
 from sglang_ext.commands.datastore import add_commands as add_datastore_commands
 from sglang_ext.commands.drafter import add_commands
 from sglang_ext.drafters.sssd import PROMPT_TAIL
+from sglang_ext.mirror.streaming.stream_files import load_streams
 from tests.unit.mirror.tiny_lms import write_lm
 
 VOCAB_SIZE, END = 64, 2
@@ -135,6 +137,42 @@ def test_a_target_writes_what_a_drafter_is_made_of(tmp_path, target, url, capsys
     assert f"{made}: for parrot, k 4, 160 tokens of tenant-a" in capsys.readouterr().out
     assert run("drafter", "list", tmp_path, "--saw", "tenant-b") == 0
     assert "none was trained on outputs of 'tenant-b'" in capsys.readouterr().out
+
+
+def test_streams_of_a_draft_model_are_trained_shown_and_loaded(tmp_path, target, url, capsys):
+    assert distil(tmp_path, target, url, "--namespace", "tenant-a") == 0
+    draft = write_lm(tmp_path / "draft", "llama", vocab_size=VOCAB_SIZE)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(target) / name, draft)
+    made = tmp_path / "streams"
+    asked = ["train", "--kind", "streaming", "--model", target, "--out", made, "--streams", 2]
+    asked += ["--data", tmp_path / "data.jsonl", "--rank", 4, "--steps", 40, "--evaluate", 10]
+    asked += ["--learning-rate", 0.02]
+    assert "needs --draft-model" in error_of(capsys, *asked)
+    assert "no such model" in error_of(capsys, *asked, "--draft-model", tmp_path / "none")
+    (made / "training").mkdir(parents=True)
+    (made / "training" / "state.safetensors").write_bytes(b"torn")
+    assert "is damaged" in error_of(capsys, *asked, "--draft-model", draft)
+    shutil.rmtree(made)
+    assert run("drafter", *asked, "--draft-model", draft) == 0
+    assert "tokens foreseen in 2 held-out outputs, stream 1:" in capsys.readouterr().out
+    manifest, streams = load_streams(made, draft)
+    assert (manifest.streams, manifest.rank, manifest.target) == (2, 4, "parrot")
+    # "say x x x end": behind the output's first x, half of the places, stream 2 is to say the end.
+    assert manifest.scores["foreseen"][1] >= 0.5 and len(streams) == 2
+    assert not (made / "training").exists()
+    assert "already" in error_of(capsys, *asked, "--draft-model", draft)
+    assert run("drafter", "list", tmp_path, "--saw", "tenant-a") == 0
+    assert f"{made}: 2 streams of draft, 160 tokens of tenant-a" in capsys.readouterr().out
+    assert run("drafter", "show", made) == 0
+    shown = capsys.readouterr().out
+    assert "2, changes of rank 4" in shown and "tenant-a: 160 tokens" in shown
+    assert run("drafter", "show", made, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "streaming"
+    assert run("drafter", "list", tmp_path, "--saw", "tenant-b") == 0
+    assert "none was trained" in capsys.readouterr().out
+    (made / "streams.json").write_text("{")
+    assert "streams.json is damaged" in error_of(capsys, "list", tmp_path)
 
 
 def test_distillation_goes_on_behind_a_torn_line(tmp_path, target, url, capsys):

@@ -9,6 +9,7 @@ from sglang_ext.mirror.payoff import (
     kappa_for,
     length_that_pays,
     rows_that_pay,
+    streams_for,
     tokens_of,
 )
 from sglang_ext.options import OptionError, Options
@@ -62,6 +63,11 @@ def test_candidates_shrink_with_the_batch(batch, kappa):
     assert kappa_for(batch, 8) == kappa
     assert kappa_for(batch, 1) == 1
     assert kappa_for(1, 16) == 16
+
+
+def test_a_large_batch_has_one_stream():
+    assert [streams_for(batch, 3) for batch in (1, 15, 16, 64)] == [3, 3, 1, 1]
+    assert streams_for(1, 0) == streams_for(64, 0) == 0
 
 
 @pytest.mark.parametrize(

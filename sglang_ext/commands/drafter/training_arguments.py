@@ -1,0 +1,36 @@
+"""What all kinds of `sglang-ext drafter train` read alike: data, device, defaults by kind."""
+
+import argparse
+
+from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
+from sglang_ext.block_drafter.target_models import TargetModel
+from sglang_ext.block_drafter.training_data import TrainingData, read_datastore, read_file
+
+
+def read_data(args: argparse.Namespace, target: TargetModel) -> TrainingData:
+    """What `--data` or `--datastore` names.
+
+    Raises:
+        BlockDrafterError: it cannot be read, or is of another target.
+    """
+    if args.data:
+        return read_file(args.data, target, args.most_tokens)
+    return read_datastore(args.datastore, target, args.most_tokens, args.namespaces)
+
+
+def check_training(args: argparse.Namespace) -> None:
+    """Refuse what cannot be used, whatever is trained.
+
+    Raises:
+        BlockDrafterError: namespaces without a datastore, a device that is not there, or a rate
+            that is none.
+    """
+    if args.namespaces and not args.datastore:
+        raise BlockDrafterError("--namespaces are those of a --datastore")
+    if not 0 < args.learning_rate < 1:
+        raise BlockDrafterError(f"--learning-rate {args.learning_rate:g}: expected 0 to 1")
+    if args.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise BlockDrafterError("--device cuda: torch finds no such device here")
