@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_ext.cpu.attention_kernel import attend
+from sglang_ext.cpu.shared_cores import watch_cores
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -163,6 +164,7 @@ class TreeAttentionBackend(AttentionBackend):
         self._slots: VisibleSlots | None = None
         self._variants: dict[str | int, VisibleSlots] = {}
         warm_up()
+        start_watching_cores()
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
         self._variants = {}
@@ -240,6 +242,10 @@ class TreeAttentionBackend(AttentionBackend):
         if window not in self._variants:
             self._variants[window] = self._slots.within(window)
         return self._variants[window]
+
+
+# One watch for the process, however many backends it makes.
+start_watching_cores = functools.cache(watch_cores)
 
 
 def warm_up() -> None:
