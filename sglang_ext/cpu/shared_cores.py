@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,8 @@ _LOOK_S = 0.2
 # Of the time, what all threads together wait for processors: from here on others want them, and
 # below this, for so many looks, they do not any more.
 _CROWDED, _FREE, _FREE_LOOKS = 0.15, 0.03, 10
+# Below this part of a processor the process is idle, and nobody looks.
+_IDLE = 0.1
 # Elements above which torch's element-wise kernels start a team (at::internal::GRAIN_SIZE: 32,768).
 _ENOUGH_FOR_A_TEAM = 1 << 18
 _MOST_HOLDERS = 16
@@ -113,8 +116,12 @@ def watch_cores() -> threading.Event | None:
 
 
 def _watch(waits: ShortWaits, rest: Callable[[float], bool]) -> None:
-    crowd, before = Crowd(), waited_seconds()
+    crowd, before, used = Crowd(), waited_seconds(), time.process_time()
     while not rest(_LOOK_S):
+        last, used = used, time.process_time()
+        if used - last < _IDLE * _LOOK_S:
+            before = None  # nothing runs that could wait: what is, stays
+            continue
         now = waited_seconds()
         if before is not None and now is not None:
             # A thread that has ended takes its waits along.
@@ -130,9 +137,13 @@ def waited_seconds() -> float | None:
     """Seconds that this process's threads stood ready and had no processor; None: not counted."""
     waited, seen = 0, False
     with contextlib.suppress(OSError):
-        for task in _TASKS.iterdir():
-            with contextlib.suppress(OSError, ValueError, IndexError):  # one that has just ended
-                waited += int((task / "schedstat").read_text().split()[1])
+        for task in os.listdir(_TASKS):
+            # One that has just ended has no file any more.
+            with (
+                contextlib.suppress(OSError, ValueError, IndexError),
+                open(f"{_TASKS}/{task}/schedstat", "rb", buffering=0) as file,
+            ):
+                waited += int(file.read().split()[1])
                 seen = True
     return waited / 1e9 if seen else None
 

@@ -94,6 +94,7 @@ def waits(monkeypatch):
 
     monkeypatch.setattr(shared_cores, "ShortWaits", Recorded)
     monkeypatch.setattr(shared_cores, "_LOOK_S", 0.001)
+    monkeypatch.setattr(shared_cores, "_IDLE", 0.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     return made
 
@@ -113,6 +114,15 @@ def test_waits_follow_the_crowd(waits, monkeypatch):
         eventually(lambda: not waits[0].on, 60, "waits are as they are set without one")
     finally:
         end.set()
+
+
+def test_an_idle_process_does_not_look(waits, monkeypatch):
+    looks = []
+    monkeypatch.setattr(shared_cores, "waited_seconds", lambda: looks.append(1) or 1.0)
+    monkeypatch.setattr(shared_cores, "_IDLE", 1e6)
+    rests = iter([False] * 20 + [True])
+    shared_cores._watch(ShortWaits(), lambda seconds: next(rests))
+    assert len(looks) == 1  # as it began
 
 
 def test_short_waits_can_be_had_always_or_never(waits, monkeypatch):
