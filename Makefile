@@ -1,13 +1,20 @@
-# Two commands: `make demo` and `make test`. Each does its own set-up; a second run reuses it.
+# `make demo`, `make captions` and `make test` do their own set-up; a second run reuses it.
 PYTHON ?= python3
 VENV ?= .venv
 MODELS := smollm2-135m-instruct whisper-base whisper-tiny.en
 BIN := $(VENV)/bin
 
-.PHONY: demo test unit lint format setup peers clean
+# What translates the captions page; sglang-ext models list names others, - (a dash) none.
+TRANSLATE ?= qwen2.5-coder-0.5b-instruct
+
+.PHONY: demo captions test unit lint format setup peers clean
 
 demo: setup
 	$(BIN)/python -m scripts.demo
+
+captions: setup
+	@[ "$(TRANSLATE)" = - ] || $(BIN)/sglang-ext models fetch $(TRANSLATE)
+	$(BIN)/sglang-ext captions --page $(if $(filter -,$(TRANSLATE)),,--translate-model $(TRANSLATE))
 
 # Servers use every core: their tests come alone, behind those that can share the machine. The
 # emulated server's test takes as long as hundreds of others, so its file goes first.

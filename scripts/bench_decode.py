@@ -5,7 +5,11 @@ Warm means that the datastore holds the served model's own answers to other Spec
 the same categories. NGRAM gets the same answers as its external corpus. The plain server is
 SGLang on the same CPU engine, prepacked weights included.
 
-    python -m scripts.bench_decode [--prompts N] [--tokens N] [--quick] [--json FILE]
+`--formats` compares plain decoding with weights in each format of `--cpu-weights` instead, and the
+perplexity of GSM8K's worked answers: decode_ratio_FORMAT is its tokens a second by fp32's,
+perplexity_ratio_FORMAT its perplexity by fp32's, in the same run.
+
+    python -m scripts.bench_decode [--prompts N] [--tokens N] [--formats] [--quick] [--json FILE]
 """
 
 import json
@@ -20,6 +24,8 @@ from typing import Any
 from scripts.lib.client import Completion, generate_all, stream
 from scripts.lib.figures import parser, report
 from scripts.lib.http_client import HTTP
+from scripts.lib.lens_states import gsm8k_texts
+from scripts.lib.perplexity import perplexity
 from scripts.lib.server import Server
 from scripts.lib.spec_bench import Prompt, spec_bench, tokenizer
 from sglang_ext.models.store import default_cache_dir
@@ -29,6 +35,8 @@ QUICK_WARM_TOKENS = 8_000
 DRAFT_TOKENS = 16
 # The first prompts may be measured; what is learned beforehand comes from the rest.
 MOST_MEASURED = 104
+FORMATS = ("fp32", "int8", "int4")
+SCORED_TEXTS, QUICK_SCORED_TEXTS = 200, 40
 
 
 @dataclass
@@ -64,12 +72,17 @@ def main() -> int:
     )
     args.add_argument("--tokens", type=int, default=128, help="most tokens per answer [128]")
     args.add_argument("--warm-tokens", type=int, default=WARM_TOKENS, help="[%(default)s]")
+    args.add_argument("--formats", action="store_true", help="compare weight formats")
     options = args.parse_args()
     if options.quick:
         options.prompts, options.tokens = 8, 64
         options.warm_tokens = QUICK_WARM_TOKENS
     prompts = spec_bench(options.model, max_prompt_tokens=512)
     measured, others = prompts[: min(options.prompts, MOST_MEASURED)], prompts[MOST_MEASURED:]
+    if options.formats:
+        scored = QUICK_SCORED_TEXTS if options.quick else SCORED_TEXTS
+        report(compare_formats(options.model, measured, options.tokens, scored), options.json)
+        return 0
 
     with ExitStack() as stack:
         plain, sssd, ngram = (
@@ -102,6 +115,33 @@ def main() -> int:
     figures = summarize(results, measured) | {"warm_tokens": sum(map(len, answers))}
     report(figures, options.json)
     return 0
+
+
+def compare_formats(
+    model: str, prompts: Sequence[Prompt], tokens: int, scored: int
+) -> dict[str, float]:
+    """Plain decoding in each weight format, all servers up at once, and its cost in quality."""
+    with ExitStack() as stack:
+        servers = {
+            kind: Server(model, ["--cpu-weights", kind], name=kind).start() for kind in FORMATS
+        }
+        for server in servers.values():
+            stack.callback(server.stop)
+        for server in servers.values():
+            server.wait()
+        contenders = {kind: Contender(server.base_url) for kind, server in servers.items()}
+        timings = race("formats", contenders, prompts, tokens)
+        texts = gsm8k_texts(model)[:scored]
+        perplexities = {}
+        for kind, server in servers.items():
+            perplexities[kind] = perplexity(server.base_url, texts)
+            print(f"{kind}: perplexity {perplexities[kind]:.3f}", flush=True)
+    speeds = {kind: timing.tokens_per_s() for kind, timing in timings.items()}
+    figures = {"fp32_tokens_per_s": speeds["fp32"]}
+    for kind in FORMATS[1:]:
+        figures[f"decode_ratio_{kind}"] = speeds[kind] / speeds["fp32"]
+        figures[f"perplexity_ratio_{kind}"] = perplexities[kind] / perplexities["fp32"]
+    return figures
 
 
 def flags(name: str) -> list[str]:

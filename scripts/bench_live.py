@@ -1,27 +1,40 @@
 """Live speech over /v1/realtime: words in real time through OpenAI's client, one to eight at once.
 
 Clips are streamed as they would be spoken, through the unmodified `openai` client, in every audio
-format by turns, and held against the file route's transcripts of the same clips. The policies take
-turns: LocalAgreement-2 with a step of one second, and with the shorter one of --step-ms.
+format by turns, and held against the file route's transcripts of the same clips. Three policies
+take turns, clip by clip: LocalAgreement-2 with a step of one second, the same with the shorter one
+of --step-ms, and AlignAtt as the server has it by default.
 
 display_*_s: seconds from the end of a word in the audio (the file route's word times) to the delta
-that shows it, of one stream with the shorter step; one_second_display_*_s with a step of a second;
-policy_speedup_p50 is their ratio. display_*_s_N: N streams at once. wer_live, wer_one_second and
-wer_file: word errors against the references, of one stream and of the file route. delta_mismatches:
+that shows it, of one stream with AlignAtt (--policy localagreement: with the shorter step, where a
+server cannot read attention); one_second_display_*_s and short_step_display_*_s of the others;
+policy_speedup_p50 is one_second_display_p50_s by display_p50_s. display_*_s_N: N streams at once.
+wer_live (of the first), wer_one_second, wer_short_step and wer_file: word errors against the
+references, of one stream and of the file route; wer_points: what wer_live is beyond wer_one_second,
+in points. delta_mismatches:
 items whose deltas are not their transcript, byte for byte. lost_words: of runs of four and more
 that the file route has and a stream has nothing for. errors: error events and failed items.
 silence_words: invented in a silence. bad_input_failures: wrong clients that got neither an error
 nor a reason, while a stream went on. closed_frees_s: from a closed socket to no request running.
 
-    python -m scripts.bench_live [--model M] [--draft D|none] [--audio DIR] [--streams 1,8]
-        [--step-ms 500] [--quick] [--json FILE]
+Translation (scripts/lib/live_translations.py): the clips as one recording, once with what is not
+settled and once with finished sentences only. ne_live, ne_live_finished: normalized erasure of what
+was shown; longyaal_s, longyaal_finished_s: LongYAAL, computation included; translated_words.
+session_differences: sentences whose words are not those that the session route gives for the same
+updates; translation_errors: error events.
+
+    python -m scripts.bench_live [--model M] [--draft D|none] [--translate-model T|none]
+        [--language L] [--audio DIR] [--streams 1,8] [--step-ms 500]
+        [--policy alignatt|localagreement] [--quick] [--json FILE]
 """
 
+import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,14 +50,17 @@ from scripts.lib.live_client import (
     wire_bytes,
 )
 from scripts.lib.live_hostile import Hostile
+from scripts.lib.live_translations import long_yaal, session_differences, translated
 from scripts.lib.server import Server
 from scripts.lib.word_errors import WordErrors
-from scripts.speech_data import FOLDER, Clip, encode, read_clips
+from scripts.speech_data import FOLDER, Clip, encode, joined, read_clips
 
 KEY = "live"
-ONE_SECOND_MS = 1000
+ONE_SECOND: Mapping[str, Any] = {"live_policy": "localagreement", "step_ms": 1000}
 CLIPS, QUICK_CLIPS = 10, 3
 SILENCE_S, QUICK_SILENCE_S = 600.0, 20.0
+PAUSE_S = 0.8
+MOST_NE = 0.2
 
 
 @dataclass(frozen=True)
@@ -78,28 +94,39 @@ class Bench:
         self.clips = clips
         self.heard = [self._file(clip) for clip in clips]
 
-    async def at_once(self, streams: int, step_ms: int) -> Streams:
+    async def in_turn(self, policies: Mapping[str, Mapping[str, Any]]) -> dict[str, Streams]:
+        """Every clip with every policy (`session.sglang_ext`), one stream after the other."""
+        made = {name: Streams() for name in policies}
+        for index in range(len(self.clips)):
+            for name, policy in policies.items():
+                made[name].runs.append((index, await self._stream(index, policy)))
+        return made
+
+    async def at_once(self, streams: int, policy: Mapping[str, Any]) -> Streams:
         """Every clip once, so many at a time."""
         free, made = asyncio.Semaphore(streams), Streams()
 
-        async def one(index: int, clip: Clip) -> None:
+        async def one(index: int) -> None:
             async with free:
-                wire = FORMATS[index % len(FORMATS)]
-                made.runs.append((index, await stream(self._url, KEY, clip, wire, step_ms)))
+                made.runs.append((index, await self._stream(index, policy)))
 
-        await asyncio.gather(*(one(i, clip) for i, clip in enumerate(self.clips)))
+        await asyncio.gather(*map(one, range(len(self.clips))))
         return made
+
+    async def _stream(self, index: int, policy: Mapping[str, Any]) -> LiveRun:
+        wire = FORMATS[index % len(FORMATS)]
+        return await stream(self._url, KEY, self.clips[index], wire, policy)
 
     async def silence(self, seconds: float) -> LiveRun:
         """A silence in real time."""
         clip = Clip("silence", np.zeros((1, round(seconds * 16_000)), np.float32), 16_000)
-        return await stream(self._url, KEY, clip, FORMATS[1], ONE_SECOND_MS)
+        return await stream(self._url, KEY, clip, FORMATS[1], ONE_SECOND)
 
     async def hostile(self) -> tuple[list[str], float, LiveRun]:
         """Wrong clients beside a right one: what failed, how soon a closed socket's request was
         over, and the right one's run."""
         hostile, clip = Hostile(self._url, KEY), self.clips[0]
-        beside = asyncio.create_task(stream(self._url, KEY, clip, FORMATS[0], ONE_SECOND_MS))
+        beside = asyncio.create_task(stream(self._url, KEY, clip, FORMATS[0], ONE_SECOND))
         failed = await hostile.failures()
         run = await beside
         return failed, await hostile.closed_frees_s(wire_bytes(clip.mono(24_000), FORMATS[0])), run
@@ -128,13 +155,76 @@ class Bench:
         return models["data"][0]["id"]
 
 
+class TranslationBench:
+    """Translated streams of a Whisper server.
+
+    Args:
+        text: the server that translates.
+        language: to translate into.
+    """
+
+    def __init__(self, whisper: Server, text: Server, language: str, step_ms: int):
+        self._url, self._text_url = whisper.base_url, text.base_url
+        self._language = language
+        self._step_ms = step_ms
+
+    def measured(self, clips: Sequence[Clip]) -> dict[str, float]:
+        """All figures of translations of the clips, one behind the other."""
+        clip, segments = joined(clips, 24_000, PAUSE_S)
+        figures: dict[str, float] = {"session_differences": 0, "translation_errors": 0}
+        for suffix, finished in (("", False), ("_finished", True)):
+            session = {
+                "audio": {
+                    "input": {"transcription": {"language": "en"}},
+                    "output": {"language": self._language},
+                },
+                "sglang_ext": {"finished_only": finished, "step_ms": self._step_ms},
+            }
+            run = asyncio.run(translated(self._url, KEY, clip, session))
+            settings = {
+                "source_language": "en",
+                "target_language": self._language,
+                "append_only": True,
+            }
+            different = session_differences(self._text_url, KEY, run, settings)
+            for message in (*run.errors, *different):
+                print("failed:", message)
+            figures["session_differences"] += len(different)
+            figures["translation_errors"] += len(run.errors)
+            figures[f"ne_live{suffix}"] = run.erasure.value
+            figures[f"longyaal{suffix}_s"] = long_yaal(run.words, segments, clip.seconds)
+            figures[f"translated_words{suffix}"] = len(run.words)
+        return figures
+
+    @staticmethod
+    def failed(figures: dict[str, float]) -> bool:
+        """Whether a figure is beyond its limit."""
+        return bool(
+            figures["session_differences"]
+            or figures["translation_errors"]
+            or figures["ne_live"] > MOST_NE
+            or figures["ne_live_finished"]
+            or not figures["translated_words"]
+        )
+
+
 def main() -> int:
     args = parser(__doc__, model=False)
     args.add_argument("--model", metavar="M", help="[whisper-base; --quick: whisper-tiny.en]")
     args.add_argument("--draft", metavar="D", help="[whisper-tiny.en; --quick: none]")
+    args.add_argument(
+        "--translate-model", default="smollm2-135m-instruct", metavar="T", help="[%(default)s]"
+    )
+    args.add_argument("--language", default="fr", metavar="L", help="[%(default)s]")
     args.add_argument("--audio", type=Path, default=FOLDER, metavar="DIR", help="[%(default)s]")
     args.add_argument("--streams", default="1,8", metavar="N,N", help="at once [%(default)s]")
     args.add_argument("--step-ms", type=int, default=500, metavar="MS", help="[%(default)s]")
+    args.add_argument(
+        "--policy",
+        default="alignatt",
+        choices=("alignatt", "localagreement"),
+        help="that display_*_s are of [%(default)s]",
+    )
     options = args.parse_args()
     model = options.model or ("whisper-tiny.en" if options.quick else "whisper-base")
     draft = options.draft or ("none" if options.quick else "whisper-tiny.en")
@@ -148,31 +238,74 @@ def main() -> int:
     with Server(model, flags, name="live") as server:
         bench = Bench(server, clips)
         silence_s = QUICK_SILENCE_S if options.quick else SILENCE_S
-        figures = asyncio.run(measured(bench, counts, options.step_ms, silence_s))
-    report(figures, options.json)
+        short = {"live_policy": "localagreement", "step_ms": options.step_ms}
+        tried = {"live_policy": "alignatt"} if options.policy == "alignatt" else short
+        figures = asyncio.run(measured(bench, counts, short, tried, silence_s))
     wrong = ("delta_mismatches", "errors", "lost_words", "silence_words", "bad_input_failures")
-    return int(any(figures[name] for name in wrong) or not figures["words_timed"])
+    failed = any(figures[name] for name in wrong) or not figures["words_timed"]
+    if options.translate_model != "none":
+        made = translations(options, model, flags, clips)
+        figures |= made
+        failed |= TranslationBench.failed(made)
+    report(figures, options.json)
+    return int(failed)
+
+
+def translations(
+    options: argparse.Namespace, model: str, flags: Sequence[str], clips: Sequence[Clip]
+) -> dict[str, float]:
+    """The figures of live translation.
+
+    Args:
+        flags: of the Whisper server.
+    """
+    ssbd = ["--speculative-algorithm", "SSSD", "--drafters", "ssbd", "--api-key", KEY]
+    with Server(options.translate_model, ssbd, name="text") as text:
+        more = ["--translate-with", text.base_url, "--translate-key", KEY]
+        with Server(model, [*flags, *more], name="live") as whisper:
+            bench = TranslationBench(whisper, text, options.language, options.step_ms)
+            return bench.measured(clips)
+
+
+async def compared(
+    bench: Bench, short: Mapping[str, Any], tried: Mapping[str, Any]
+) -> tuple[dict[str, float], list[Streams]]:
+    """The figures of one stream by policy, and the streams."""
+    heard, references = bench.heard, [clip.reference or "" for clip in bench.clips]
+    policies = {"one_second": ONE_SECOND, "short_step": short, "live": tried}
+    made = await bench.in_turn(policies)
+    figures: dict[str, float] = {"clips": len(bench.clips), "step_ms": short["step_ms"]}
+    for name, streams in made.items():
+        prefix = "" if name == "live" else f"{name}_"
+        found = delays("", streams.delays(heard))
+        figures |= {f"{prefix}{key}": value for key, value in found.items()}
+        figures[f"wer_{name}"] = WordErrors(references).rate([run.text for _, run in streams.runs])
+    figures["policy_speedup_p50"] = figures["one_second_display_p50_s"] / figures["display_p50_s"]
+    figures["words_timed"] = len(made["live"].delays(heard))
+    figures["wer_points"] = 100 * (figures["wer_live"] - figures["wer_one_second"])
+    figures["wer_file"] = WordErrors(references).rate([one.text for one in heard])
+    return figures, list(made.values())
 
 
 async def measured(
-    bench: Bench, counts: Sequence[int], step_ms: int, silence_s: float
+    bench: Bench,
+    counts: Sequence[int],
+    short: Mapping[str, Any],
+    tried: Mapping[str, Any],
+    silence_s: float,
 ) -> dict[str, float]:
-    """All figures."""
-    heard, references = bench.heard, [clip.reference or "" for clip in bench.clips]
-    one_second = await bench.at_once(1, ONE_SECOND_MS)
-    figures: dict[str, float] = {"clips": len(bench.clips), "step_ms": step_ms}
-    every = [one_second]
+    """All figures.
+
+    Args:
+        counts: streams at once; one stream is measured in any case.
+        short, tried: policies (`session.sglang_ext`) beside LocalAgreement-2 at one second.
+    """
+    figures, every = await compared(bench, short, tried)
+    heard = bench.heard
     for count in counts:
-        streams = await bench.at_once(count, step_ms)
-        every.append(streams)
-        figures |= delays(f"_{count}" if count != counts[0] else "", streams.delays(heard))
-    figures |= {f"one_second_{k}": v for k, v in delays("", one_second.delays(heard)).items()}
-    figures["policy_speedup_p50"] = figures["one_second_display_p50_s"] / figures["display_p50_s"]
-    figures["words_timed"] = len(every[1].delays(heard))
-    for name, streams in (("one_second", one_second), ("live", every[1])):
-        texts = [run.text for _, run in sorted(streams.runs, key=lambda made: made[0])]
-        figures[f"wer_{name}"] = WordErrors(references).rate(texts)
-    figures["wer_file"] = WordErrors(references).rate([one.text for one in heard])
+        if count != 1:
+            every.append(await bench.at_once(count, tried))
+            figures |= delays(f"_{count}", every[-1].delays(heard))
     silent = await bench.silence(silence_s)
     failed, freed_s, beside = await bench.hostile()
     runs = [*(made for streams in every for made in streams.runs), (0, beside)]

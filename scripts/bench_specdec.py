@@ -9,173 +9,86 @@ Methods with a length verify all that is drafted (`budget: fixed`); "budget auto
 choice. Relaxed rows accept by SpecDec++'s rule (docs/relaxed.md), with SSSD, with SpecDec, and with
 SSBD on sentences that grow. Then sentences are in flight together, batch 8 and more.
 
-SpecDec's rows need --draft-model, a directory of `sglang-ext drafter train`; suffix decoding's need
+SpecDec's rows need --draft-model, a directory of `sglang-ext drafter train`, or --train-minutes: so
+long a drafter is trained on the distilled outputs, and with --shared-encoder another one that reads
+the target's states of a prompt instead. --quick trains both. Suffix decoding's rows need
 arctic-inference (docs/peers.md). What is not there is said to be absent.
 
 Figures: mismatches (outputs of exact methods that are not AT's, at any batch size),
-accepted_per_step_* (tokens that a decode step commits), speedup_* (tokens/s by AT's, batch 1),
-speedup_specdec_vs_sssd, bleu_*, and of each relaxed rule relaxed_DRAFTER_accepted_*, _bleu_*,
-_speedup_*.
+accepted_per_step_* (tokens that a decode step commits), speedup_* (tokens/s by AT's, batch 1):
+specdec, specdecpp (SpecDec++ (3, 1)), sssd, together (SpecDec with SSSD), auto (`--drafter auto`);
+speedup_specdec_vs_sssd, speedup_both_vs_better (together by the better one of the two), bleu_*,
+bleu_loss_specdecpp; of each relaxed rule relaxed_DRAFTER_accepted_*, _bleu_*, _speedup_*.
+shared_encoder_accepted_ratio (tokens a step by those of the drafter with an encoder of its own),
+_cost_ratio (drafting seconds of a request likewise, capturing states included), _encode_ratio (of
+encoding alone). bad_inputs (mistakes that were made), bad_inputs_unclear (that were not told in
+one clear line). trained_minutes.
 
     python -m scripts.bench_specdec [--quick] [--sentences N] [--distil N] [--length K]
-        [--draft-model DIR] [--languages L,...] [--batches N,...] [--plots DIR] [--docs DIR]
-        [--json FILE]
+        [--draft-model DIR | --train-minutes M [--train-shape NAME] [--shared-encoder]]
+        [--languages L,...] [--batches N,...] [--plots DIR] [--docs DIR] [--json FILE]
 """
 
 import argparse
 import importlib.util
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from scripts.lib.client import generate, generate_all
-from scripts.lib.data_folder import data_folder
 from scripts.lib.drafter_alone import load_drafter_of, write_alone
 from scripts.lib.figures import parser, report
 from scripts.lib.result_page import add_docs_flag
 from scripts.lib.server import Server
+from scripts.lib.specdec_asking import (
+    AT_ONCE,
+    DATA,
+    ENDINGS,
+    TEST,
+    Bench,
+    pair_of,
+    streams_of,
+)
+from scripts.lib.specdec_bad_input import Case, cases
 from scripts.lib.specdec_methods import (
     ALONE,
-    AT,
     BLOCKS,
     GRID,
     QUICK_BLOCKS,
     QUICK_GRID,
-    Method,
     growing_methods,
     sentence_methods,
 )
 from scripts.lib.specdec_page import print_results, write_page, write_plots
-from scripts.lib.specdec_results import GROWING, SENTENCES, Answer, Rate, Results
-from scripts.lib.ssbd_streams import Stream, read_lines, read_streams
+from scripts.lib.specdec_results import GROWING, SENTENCES, Answer, Results
+from scripts.lib.specdec_shared import Drafting, drafting_of, shared_figures
+from scripts.lib.specdec_training import Drafters, Written, distilled, drafters_for
 from scripts.lib.translation_runs import (
-    Progress,
     Prompts,
     add_corpus,
-    fresh_cache,
     remove_corpus,
-    server_template,
 )
+from sglang_ext.block_drafter.drafter_manifest import read_manifest
 
 MODEL = "qwen2.5-coder-0.5b-instruct"
-DATA = data_folder("parallel")
-TEST, TRAIN = "multi30k.test_2016_flickr", "multi30k.train"
-ENDINGS = {"French": "fr", "German": "de"}
 CORPUS = "distilled"
 WHOLE = 1 << 20  # words: a sentence that does not grow
-AT_ONCE = 16
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A pair of languages to translate, as prompts are made from it (PromptSettings)."""
-
-    model: str
-    template: str
-    source_language: str
-    target_language: str
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Two servers that are up together, and what is asked of both.
-
-    Attributes:
-        plain, ours: their URLs.
-        max_tokens: of an answer, the end token included.
-    """
-
-    plain: str
-    ours: str
-    prompts: Prompts
-    language: str
-    max_tokens: int
-
-    def url(self, method: Method) -> str:
-        """The server that a method runs on."""
-        return self.plain if method is AT else self.ours
-
-    def answer(
-        self, suite: str, method: Method, number: int, sources: Sequence[str], batch: int = 1
-    ) -> Answer:
-        """Translate a sentence, or each beginning of one that grows, one after the other."""
-        last: tuple[int, ...] = ()
-        text, tokens, steps, relaxed, seconds = "", 0, 0, 0, 0.0
-        for source in sources:
-            made = generate(
-                self.url(method),
-                self.prompts.ids(source),
-                params=method.params(last),
-                max_new_tokens=self.max_tokens,
-            )
-            last, text = self.prompts.without_end(made.token_ids), made.text
-            tokens += len(made.token_ids)
-            steps += made.steps
-            relaxed += made.relaxed
-            seconds += made.seconds
-        return Answer(
-            suite, self.language, method.name, batch, number, last, text, len(sources), tokens,
-            steps, relaxed, seconds,
-        )  # fmt: skip
-
-    def one_by_one(
-        self, suite: str, methods: Sequence[Method], streams: Sequence[Stream]
-    ) -> Iterator[Answer]:
-        """Batch 1: each sentence by all methods, which take turns at being first."""
-        progress = Progress(f"{self.language}, {suite}", len(streams) * len(methods))
-        for number, stream in enumerate(streams):
-            first = number % len(methods)
-            for method in [*methods[first:], *methods[:first]]:
-                fresh_cache(self.url(method), self.prompts)
-                yield self.answer(suite, method, number, stream.sources)
-            progress.show(len(methods), f"sentence {number + 1} of {len(streams)}")
-
-    def in_flight(
-        self, methods: Sequence[Method], streams: Sequence[Stream], batch: int
-    ) -> Iterator[tuple[Rate, list[Answer]]]:
-        """All sentences, `batch` of them under way at once, by each method."""
-        for method in methods:
-            fresh_cache(self.url(method), self.prompts)
-            start = time.perf_counter()
-            with ThreadPoolExecutor(batch) as pool:
-                jobs = [
-                    pool.submit(self.answer, SENTENCES, method, n, stream.sources, batch)
-                    for n, stream in enumerate(streams)
-                ]
-                answers = [job.result() for job in jobs]
-            seconds = time.perf_counter() - start
-            tokens = sum(a.tokens for a in answers)
-            print(f"{self.language}, batch {batch}: {method.name} {tokens / seconds:.1f} tok/s")
-            yield Rate(self.language, method.name, batch, tokens, seconds), answers
-
-    def distil(self, sources: Sequence[str]) -> list[str]:
-        """What the target writes of other sentences."""
-        made = generate_all(
-            self.ours,
-            [self.prompts.ids(source) for source in sources],
-            in_flight=AT_ONCE,
-            label="distilling",
-            params={"drafter": "sssd", "ingest": False},
-            max_new_tokens=self.max_tokens,
-        )
-        return [answer.text for answer in made if answer.text.strip()]
 
 
 def main() -> int:
     options = read_options()
-    results = run(options)
+    with tempfile.TemporaryDirectory() as folder:
+        results, more = run(options, Path(folder))
     print_results(results)
     if options.plots is not None:
         write_plots(options.plots, results)
     if options.docs is not None:
         write_page(options.docs, results, options.model, options.length)
-    figures = results.figures(options.length)
+    figures = results.figures(options.length) | more
     report(figures, options.json)
-    return int(figures["mismatches"] > 0 or figures["outputs_compared"] == 0)
+    wrong = figures["mismatches"] > 0 or figures["outputs_compared"] == 0
+    return int(wrong or figures.get("bad_inputs_unclear", 0) > 0)
 
 
 def read_options() -> argparse.Namespace:
@@ -193,14 +106,34 @@ def read_options() -> argparse.Namespace:
     add("--languages", default="French,German", metavar="L,...", help="[%(default)s]")
     add("--batches", default="8,32", metavar="N,...", help="beside batch 1 [%(default)s]")
     add("--draft-model", default="", metavar="DIR", help="of `sglang-ext drafter train`")
+    add("--train-minutes", type=float, default=0.0, metavar="M",
+        help="train a drafter here, on the distilled outputs [no]")  # fmt: skip
+    add("--train-shape", default="small", metavar="NAME", help="of `drafter train` [%(default)s]")
+    add("--shared-encoder", action="store_true",
+        help="train another one, with the target's encoder")  # fmt: skip
     add("--plots", type=Path, metavar="DIR", help="draw the tables, PNG and SVG")
     add_docs_flag(args)
     options = args.parse_args()
     if options.quick:
-        quick = {"sentences": 6, "growing": 2, "distil": 48, "batches": "8", "max_tokens": 40}
-        for name, value in quick.items():
-            if getattr(options, name) == args.get_default(name):
-                setattr(options, name, value)
+        _make_quick(args, options)
+    _check(args, options)
+    return options
+
+
+def _make_quick(args: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Less of what was not asked for by name."""
+    quick: dict[str, object] = {
+        "sentences": 6, "growing": 2, "distil": 160, "batches": "8", "max_tokens": 40,
+    }  # fmt: skip
+    if not options.draft_model:
+        quick |= {"train_minutes": 1.5, "train_shape": "tiny", "shared_encoder": True}
+    for name, value in quick.items():
+        if getattr(options, name) == args.get_default(name):
+            setattr(options, name, value)
+
+
+def _check(args: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Take the lists apart, and end with a line where something cannot be."""
     options.languages = [name.strip() for name in options.languages.split(",")]
     unknown = [name for name in options.languages if name not in ENDINGS]
     if unknown:
@@ -212,87 +145,148 @@ def read_options() -> argparse.Namespace:
     for name in ("sentences", "growing", "lag", "length", "max_tokens"):
         if getattr(options, name) < 1:
             args.error(f"--{name.replace('_', '-')} must be at least 1")
+    if options.draft_model and options.train_minutes:
+        args.error("--draft-model is a trained drafter: leave --train-minutes out")
+    if options.shared_encoder and not options.train_minutes:
+        args.error("--shared-encoder needs --train-minutes")
+    if options.train_minutes < 0 or (options.train_minutes and options.distil < 20):
+        args.error("--train-minutes must be above 0, and needs --distil 20 or more")
     if min(options.batches, default=2) < 2:
         args.error("--batches: 2 and more; batch 1 is always measured")
     if not (DATA / f"{TEST}.en.gz").is_file():
         args.error(f"{DATA}/{TEST}.en.gz is not there (scripts/lib/data_folder.py)")
-    return options
 
 
-def run(options: argparse.Namespace) -> Results:
-    """Translate on servers of our own."""
-    drafters, absent = drafters_of(options)
+def run(options: argparse.Namespace, folder: Path) -> tuple[Results, dict[str, float]]:
+    """Translate on servers of our own; the tables, and the figures that are not of them.
+
+    Args:
+        folder: to write to.
+    """
+    flags = ["--max-running-requests", str(max(AT_ONCE, *options.batches, 1))]
+    with Server(options.model, flags, name="plain") as plain:
+        written = {name: distilled(plain, options, name) for name in options.languages}
+        made = drafters_for(options, folder, written)
+        with Server(options.model, [*flags, *our_flags(options, made.own)], name="ours") as ours:
+            results = measured(options, made, written, plain, ours)
+            own, bad = None, []
+            if made.shared is not None:
+                own = drafting(options, plain, ours, made.own)
+            if made.own is not None and made.data is not None:
+                bad = list(bad_inputs(options, folder, made, ours))
+        more = {"trained_minutes": made.minutes} if made.minutes else {}
+        if bad:
+            unclear = sum(bool(case.fault) for case in bad)
+            more |= {"bad_inputs": len(bad), "bad_inputs_unclear": unclear}
+        if own is not None:
+            with Server(
+                options.model, [*flags, *our_flags(options, made.shared)], name="shared"
+            ) as other:
+                more |= shared_figures(own, drafting(options, plain, other, made.shared))
+    return results, more
+
+
+def our_flags(options: argparse.Namespace, drafter: Path | None) -> list[str]:
+    """Flags of a server with all drafters; requests name theirs, or have one chosen."""
+    drafters, _ = drafters_of(drafter)
+    width = max((*BLOCKS, options.length) if drafter and not options.quick else (options.length,))
+    flags = [
+        "--speculative-algorithm", "SSSD", "--drafter", "auto", "--enable-metrics",
+        "--drafters", ",".join(name for name in drafters if name not in ("sssd", "specdec")),
+        "--speculative-num-draft-tokens", str(max(16, width + 1)),
+    ]  # fmt: skip
+    return flags if drafter is None else [*flags, "--draft-model", str(drafter)]
+
+
+def drafting(
+    options: argparse.Namespace, plain: Server, ours: Server, drafter: Path | None
+) -> Drafting:
+    """What a server's block drafter does and takes, on the test's sentences."""
+    assert drafter is not None
+    (method,) = (
+        m for m in sentence_methods(["specdec"], options.length, (), (), False)
+        if m.name == f"SpecDec k={options.length}"
+    )  # fmt: skip
+
+    def ask() -> Iterator[Answer]:
+        for language in options.languages:
+            prompts = Prompts(pair_of(options.model, language))
+            bench = Bench(plain.base_url, ours.base_url, prompts, language, options.max_tokens)
+            streams = streams_of(language, options.sentences, WHOLE)
+            yield from bench.one_by_one(SENTENCES, [method], streams)
+
+    return drafting_of(ours.base_url, drafter, ask)
+
+
+def bad_inputs(
+    options: argparse.Namespace, folder: Path, made: Drafters, ours: Server
+) -> Iterator[Case]:
+    """The mistakes of specdec_bad_input, each printed with what was said of it."""
+    assert made.own is not None and made.data is not None
+    prompt = Prompts(pair_of(options.model, options.languages[0])).ids("A man.")
+    for case in cases(ours.base_url, prompt, folder, made.own, made.data, options.model):
+        print(f"{case.name}: {'NOT CLEAR, ' + case.fault if case.fault else 'ok'}: {case.said}")
+        yield case
+
+
+def measured(
+    options: argparse.Namespace,
+    made: Drafters,
+    written: Mapping[str, Sequence[Written]],
+    plain: Server,
+    ours: Server,
+) -> Results:
+    """What two servers answer, language by language."""
+    drafters, absent = drafters_of(made.own)
     grid, blocks = (QUICK_GRID, QUICK_BLOCKS) if options.quick else (GRID, BLOCKS)
+    judged = "specdec" in drafters and _judged()
     methods = {
-        SENTENCES: sentence_methods(
-            drafters, options.length, grid, blocks, "specdec" in drafters and _judged(options)
-        ),
+        SENTENCES: sentence_methods(drafters, options.length, grid, blocks, judged),
         GROWING: growing_methods(options.length, grid),
     }
-    width = max(method.length or 0 for method in methods[SENTENCES]) + 1
-    flags = ["--max-running-requests", str(max(AT_ONCE, *options.batches, 1))]
-    ours = [
-        "--speculative-algorithm", "SSSD", "--drafter", "sssd",
-        "--drafters", ",".join(name for name in drafters if name != "sssd"),
-        "--speculative-num-draft-tokens", str(max(16, width)),
-    ]  # fmt: skip
-    if options.draft_model:
-        ours += ["--draft-model", options.draft_model]
-    with ExitStack() as stack:
-        servers = [
-            Server(options.model, flags, name="plain").start(),
-            Server(options.model, [*flags, *ours], name="ours").start(),
-        ]
-        for server in servers:
-            stack.callback(server.stop)
-        for server in servers:
-            server.wait()
-        empty = Results(methods, [], [], {}, (0, 0), absent)
-        results = measured(options, empty, *(server.base_url for server in servers))
-        plain, other = (server.memory_bytes() for server in servers)
-        results = replace(results, memory=(plain, other))
-    return replace(results, answers=[*results.answers, *alone(options, drafters)])
-
-
-def measured(options: argparse.Namespace, empty: Results, plain: str, ours: str) -> Results:
-    """What two servers answer, language by language."""
-    answers: list[Answer] = []
-    rates: list[Rate] = []
-    references: dict[str, Sequence[str]] = {}
+    results = Results(methods, [], [], {}, (0, 0), absent)
     for language in options.languages:
-        prompts = Prompts(_pair(options, language))
-        bench = Bench(plain, ours, prompts, language, options.max_tokens)
-        streams = _streams(language, options.sentences, WHOLE)
-        references[language] = [stream.reference for stream in streams]
-        if options.distil:
-            # The training half's sentences are none of the test's.
-            lines = [line for line in read_lines(DATA / f"{TRAIN}.en.gz") if line]
-            texts = bench.distil(lines[: options.distil])
-            add_corpus(ours, CORPUS, texts)
-            print(f"{language}: {len(texts):,} distilled outputs are in the datastore", flush=True)
-        growing = _streams(language, min(options.growing, options.sentences), options.lag)
-        for suite, items in ((SENTENCES, streams), (GROWING, growing)):
-            for method in empty.methods[suite]:  # what is compiled or measured on first use
-                bench.answer(suite, method, 0, items[0].sources)
-            answers += bench.one_by_one(suite, empty.methods[suite], items)
-        batched = [method for method in empty.methods[SENTENCES] if method.batched]
-        for batch in options.batches:
-            for rate, own in bench.in_flight(batched, streams, batch):
-                rates.append(rate)
-                answers += own
-        if options.distil:
-            remove_corpus(ours, CORPUS)
-    return replace(empty, answers=answers, rates=rates, references=references)
+        bench = Bench(
+            plain.base_url, ours.base_url, Prompts(pair_of(options.model, language)), language,
+            options.max_tokens,
+        )  # fmt: skip
+        if written[language]:
+            add_corpus(ours.base_url, CORPUS, [each.text for each in written[language]])
+            print(f"{language}: {len(written[language]):,} distilled outputs are in the datastore")
+        results = in_language(options, bench, results)
+        if written[language]:
+            remove_corpus(ours.base_url, CORPUS)
+    memory = (plain.memory_bytes(), ours.memory_bytes())
+    answers = [*results.answers, *alone(options, made.own)]
+    return replace(results, memory=memory, answers=answers)
 
 
-def alone(options: argparse.Namespace, drafters: Sequence[str]) -> Iterator[Answer]:
+def in_language(options: argparse.Namespace, bench: Bench, so_far: Results) -> Results:
+    """With one more language measured."""
+    answers, rates = list(so_far.answers), list(so_far.rates)
+    streams = streams_of(bench.language, options.sentences, WHOLE)
+    growing = streams_of(bench.language, min(options.growing, options.sentences), options.lag)
+    for suite, items in ((SENTENCES, streams), (GROWING, growing)):
+        for method in so_far.methods[suite]:  # what is compiled or measured on first use
+            bench.answer(suite, method, 0, items[0].sources)
+        answers += bench.one_by_one(suite, so_far.methods[suite], items)
+    batched = [method for method in so_far.methods[SENTENCES] if method.batched]
+    for batch in options.batches:
+        for rate, own in bench.in_flight(batched, streams, batch):
+            rates.append(rate)
+            answers += own
+    references = {**so_far.references, bench.language: [s.reference for s in streams]}
+    return replace(so_far, answers=answers, rates=rates, references=references)
+
+
+def alone(options: argparse.Namespace, folder: Path | None) -> Iterator[Answer]:
     """The block drafter's own translations, which nobody verifies."""
-    if "specdec" not in drafters:
-        return
-    drafter, ends = load_drafter_of(options.model, "specdec", draft_model=options.draft_model)
+    if folder is None or read_manifest(folder).states is not None:
+        return  # the target's states are the server's
+    drafter, ends = load_drafter_of(options.model, "specdec", draft_model=str(folder))
     for language in options.languages:
-        prompts = Prompts(_pair(options, language))
-        for number, stream in enumerate(_streams(language, options.sentences, WHOLE)):
+        prompts = Prompts(pair_of(options.model, language))
+        for number, stream in enumerate(streams_of(language, options.sentences, WHOLE)):
             output, blocks, seconds = write_alone(
                 drafter, prompts.ids(stream.sources[-1]), options.length, options.max_tokens, ends
             )
@@ -303,35 +297,31 @@ def alone(options: argparse.Namespace, drafters: Sequence[str]) -> Iterator[Answ
             )  # fmt: skip
 
 
-def drafters_of(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The drafters that can be had here, and the rows that are absent for want of others."""
+def drafters_of(drafter: Path | None) -> tuple[list[str], list[str]]:
+    """The drafters that can be had here, and the rows that are absent for want of others.
+
+    Args:
+        drafter: a block drafter's directory; None: there is none.
+    """
     drafters, absent = ["sssd", "ssbd"], []
     if importlib.util.find_spec("arctic_inference"):
         drafters.append("suffix")
     else:
         absent.append("suffix decoding: arctic-inference is not installed (docs/peers.md)")
-    if options.draft_model:
-        drafters.append("specdec")
-    else:
+    if drafter is None:
         absent.append(
-            "SpecDec, SpecDec++, SpecDec with SSSD, NAT alone: no --draft-model was given"
+            "SpecDec, SpecDec++, SpecDec with SSSD, NAT alone: give --draft-model or "
+            "--train-minutes"
         )
+    else:
+        drafters.append("specdec")
     return drafters, absent
 
 
-def _judged(options: argparse.Namespace) -> bool:
+def _judged() -> bool:
     from sglang_ext.drafters import load_class
 
     return load_class("specdec").gives_logprobs
-
-
-def _pair(options: argparse.Namespace, language: str) -> Pair:
-    return Pair(options.model, server_template(), "English", language)
-
-
-def _streams(language: str, count: int, lag: int) -> list[Stream]:
-    source, reference = (DATA / f"{TEST}.{e}.gz" for e in ("en", ENDINGS[language]))
-    return read_streams(source, reference, lag=lag, count=count)
 
 
 if __name__ == "__main__":

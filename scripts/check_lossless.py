@@ -5,7 +5,11 @@ answer them cold (empty datastore), with random trees, with the truth as draft, 
 datastore that holds the answers). A prompt on which plain SGLang contradicts itself at that
 batch size is shown and not counted.
 
-    python -m scripts.check_lossless [--prompts N] [--tokens N] [--quick] [--json FILE]
+With `--cpu-weights int8` or `int4` all servers have their weights in that format: speculative
+output is plain output's there too.
+
+    python -m scripts.check_lossless [--prompts N] [--tokens N] [--cpu-weights FORMAT] [--quick]
+        [--json FILE]
 """
 
 import json
@@ -41,7 +45,9 @@ def main() -> int:
     args = parser(__doc__)
     args.add_argument("--prompts", type=int, default=104, help="prompts of Spec-Bench [104]")
     args.add_argument("--tokens", type=int, default=64, help="tokens per answer [64]")
+    args.add_argument("--cpu-weights", default="fp32", metavar="FORMAT", help="[%(default)s]")
     options = args.parse_args()
+    weights = ["--cpu-weights", options.cpu_weights]
     count = 10 if options.quick else options.prompts
     longest = 120 if options.quick else 200
     prompts = spec_bench(options.model, max_prompt_tokens=longest)[:count]
@@ -58,7 +64,7 @@ def main() -> int:
         )
 
     def ask_plain() -> None:
-        with Server(options.model, name="plain") as server:
+        with Server(options.model, weights, name="plain") as server:
             for batch in BATCH_SIZES:
                 plain[batch].append(ask(server, "plain", batch, {}))
 
@@ -66,7 +72,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         oracle = write_oracle(Path(folder) / "truth.jsonl", prompts, plain[1][0])
         flags = [
-            "--speculative-algorithm", "SSSD", "--drafters", "random,oracle",
+            *weights, "--speculative-algorithm", "SSSD", "--drafters", "random,oracle",
             "--oracle-file", str(oracle),
         ]  # fmt: skip
         # One server at a time: each takes 4 GB.

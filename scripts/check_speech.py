@@ -5,7 +5,12 @@ Plain SGLang transcribes all clips of a folder and 20 minutes of audio derived f
 they differ, plain SGLang is asked again: a clip on which it contradicts itself at that batch size
 is shown and not counted. At most one server is up at a time.
 
-    python -m scripts.check_speech [--target T] [--draft D] [--audio DIR] [--quick] [--json FILE]
+With `--cpu-weights int8` all these have their weights in that format, and one in float32
+transcribes the clips with references too: wer_points_lost is how many points of word error rate the
+format costs, at most 0.3.
+
+    python -m scripts.check_speech [--target T] [--draft D] [--audio DIR] [--cpu-weights FORMAT]
+        [--quick] [--json FILE]
 """
 
 import itertools
@@ -16,10 +21,13 @@ from pathlib import Path
 from scripts.lib.figures import parser, report
 from scripts.lib.server import Server
 from scripts.lib.speech_client import AUTOREGRESSIVE, MODES, Speech, Transcript, transcribe_all
+from scripts.lib.word_errors import WordErrors
 from scripts.speech_data import DERIVED_S, FOLDER, Clip, derive, read_clips, windows
 
 BATCH_SIZES = (1, 8)
 ASKED_AGAIN = 2  # times that plain SGLang may contradict itself
+EXACT_WEIGHTS = "fp32"
+MOST_POINTS_LOST = 0.3
 QUICK_CLIPS, QUICK_DERIVED_S = 6, 60.0
 # Every mode of drafting, and plain steps by the speculating worker.
 DRAFTING = {
@@ -43,7 +51,11 @@ def main() -> int:
     args.add_argument(
         "--minutes", type=float, default=DERIVED_S / 60, help="of derived audio [%(default)g]"
     )
+    args.add_argument(
+        "--cpu-weights", default=EXACT_WEIGHTS, metavar="FORMAT", help="[%(default)s]"
+    )
     options = args.parse_args()
+    weights = ["--cpu-weights", options.cpu_weights]
     sources = read_clips(options.audio)
     seconds = QUICK_DERIVED_S if options.quick else options.minutes * 60
     used = sources[:: max(1, len(sources) // QUICK_CLIPS)] if options.quick else sources
@@ -51,9 +63,9 @@ def main() -> int:
     speech = [Speech.of(clip) for clip in clips]
     print(f"{len(clips)} clips, {sum(c.seconds for c in clips) / 60:.1f} minutes", flush=True)
 
-    with Server(options.target, name="plain") as server:
+    with Server(options.target, weights, name="plain") as server:
         plain = {batch: ask(server, speech, "plain", None, batch) for batch in BATCH_SIZES}
-    flags = [*SPECULATION, "--draft-model", options.draft]
+    flags = [*weights, *SPECULATION, "--draft-model", options.draft]
     with Server(options.target, flags, name="specasr") as server:
         answers = {
             (mode, batch): ask(server, speech, mode, params, batch)
@@ -62,16 +74,45 @@ def main() -> int:
         }
     unstable: dict[int, set[int]] = {batch: set() for batch in BATCH_SIZES}
     if any(differing(plain, answers).values()):
-        with Server(options.target, name="plain") as server:
+        with Server(options.target, weights, name="plain") as server:
             for batch, _ in itertools.product(BATCH_SIZES, range(ASKED_AGAIN)):
                 again = ask(server, speech, "plain again", None, batch)
                 unstable[batch] |= unequal(plain[batch], again)
     figures = compare(clips, plain, answers, unstable)
+    if options.cpu_weights != EXACT_WEIGHTS:
+        with Server(options.target, name="exact") as server:
+            exact = ask(server, speech, "exact weights", None, BATCH_SIZES[-1])
+        figures |= word_error_figures(clips, exact, plain[BATCH_SIZES[-1]])
     report(figures, options.json)
     idle = undrafted(answers)
     if idle:
         print(f"nothing was drafted in {', '.join(idle)}: the check shows nothing there")
-    return int(figures["mismatches"] > 0 or bool(idle))
+    lost = figures.get("wer_points_lost", 0.0) > MOST_POINTS_LOST
+    return int(figures["mismatches"] > 0 or bool(idle) or lost)
+
+
+def word_error_figures(
+    clips: Sequence[Clip], exact: Sequence[Transcript], plain: Sequence[Transcript]
+) -> dict[str, float]:
+    """Word error rates of two servers' transcripts, of the clips with references.
+
+    Args:
+        exact: of float32 weights; plain: of those checked.
+
+    Raises:
+        ValueError: no clip has a reference.
+    """
+    told = [i for i, clip in enumerate(clips) if clip.reference]
+    if not told:
+        raise ValueError("no clip has a reference: word errors cannot be counted (--audio)")
+    errors = WordErrors([clips[i].reference or "" for i in told])
+    before, after = (errors.rate(made[i].text for i in told) for made in (exact, plain))
+    return {
+        "wer_fp32": before,
+        "wer": after,
+        "wer_points_lost": 100 * (after - before),
+        "clips_with_reference": len(told),
+    }
 
 
 def ask(

@@ -25,6 +25,7 @@ PAGES = {
     "bigram_seconds": "docs/bigrams.md",
     "budget_knee": "docs/budget.md",
     "mirror_retrieval": "docs/mirror.md",
+    "cpu_weights": "docs/cpu.md",
     "cuda_widths": "docs/cuda.md",
     "draft_model": "docs/specasr.md",
     "relaxed_acceptance": "docs/relaxed.md",
@@ -72,7 +73,7 @@ def _begins(*starts: str) -> Callable[[str], bool]:
 
 
 _of_transcription = _begins("transcription_", "audio_", "vad_", "word_aligner")
-_of_realtime = _begins("realtime_")
+_of_realtime = _begins("realtime_", "live_policy", "alignatt_", "translate_")
 _of_security = _begins(
     "max_choices",
     "max_answers",

@@ -165,15 +165,28 @@ def _joined(
         length += pause + clip.seconds
         parts += [np.zeros(int(pause * rate), np.float32), clip.mono(rate)]
         said.append(clip.reference)
-    joined = np.concatenate(parts)[: int(LONGEST_S * rate)]
+    samples = np.concatenate(parts)[: int(LONGEST_S * rate)]
     texts = [text for text in said if text is not None]
-    return joined, " ".join(texts) if len(texts) == len(said) else None
+    return samples, " ".join(texts) if len(texts) == len(said) else None
 
 
 def _noise(channels: np.ndarray, snr_db: float, rng: np.random.Generator) -> np.ndarray:
     """White noise, each channel its own, so many decibels under the signal's mean power."""
     power = np.mean(np.square(channels, dtype=np.float64)) * 10 ** (-snr_db / 10)
     return rng.normal(0.0, np.sqrt(power), channels.shape).astype(np.float32)
+
+
+def joined(
+    clips: Sequence[Clip], rate: int, pause_s: float
+) -> tuple[Clip, list[tuple[float, float]]]:
+    """The clips as one, each with a pause behind it, and where each begins and ends, in seconds
+    (its pause included)."""
+    pause = np.zeros(round(pause_s * rate), np.float32)
+    parts = [np.concatenate([clip.mono(rate), pause]) for clip in clips]
+    ends = list(itertools.accumulate((len(part) / rate for part in parts), initial=0.0))
+    said = " ".join(clip.reference or "" for clip in clips)
+    whole = Clip("joined", np.concatenate(parts)[None], rate, said)
+    return whole, list(itertools.pairwise(ends))
 
 
 def encode(clip: Clip, format: str = "wav") -> bytes:

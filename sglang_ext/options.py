@@ -14,6 +14,8 @@ from sglang_ext.block_drafter.drafter_manifest import is_drafter_folder
 from sglang_ext.servers.flag_names import flags_of
 
 ENV_PREFIX = "SGLANG_EXT_"
+AUTO = "auto"
+"""A server's drafter of this name: what pays, by request."""
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _HEADER_NAME = r"[A-Za-z0-9-]*"
@@ -34,8 +36,9 @@ class Options:
 
     drafter: str = _option(
         "",
-        "drafter of requests that name none: `sssd`, `specasr`, an installed plugin's name, or "
-        "`none` for plain decoding; empty: `specdec` or `specasr` where the draft model is "
+        "drafter of requests that name none: `sssd`, `specasr`, an installed plugin's name, "
+        "`none` for plain decoding, or `auto` for what pays on each namespace's traffic: `sssd`, "
+        "`specdec` or both together; empty: `specdec` or `specasr` where the draft model is "
         "theirs, else `sssd`",
     )
     drafters: str = _option(
@@ -97,6 +100,12 @@ class Options:
     )
     max_body_mb: int = _option(
         64, "longest body of a request that is no form, in MiB", low=1, high=4096
+    )
+    cpu_weights: str = _option(
+        "fp32",
+        "on CPUs: linear layers' weights as they are loaded (`fp32`), or in 8 or 4 bits: `int8`, "
+        "`int4`",
+        choices=("fp32", "int8", "int4"),
     )
     grammar_cache_mb: int = _option(
         256,
@@ -273,12 +282,37 @@ class Options:
     transcription_parallel: int = _option(
         16, "chunks of one audio that are decoded at once", low=1, high=1024
     )
+    live_policy: str = _option(
+        "localagreement",
+        "when words of live speech are settled: `localagreement`, once two hypotheses agree on "
+        "them; `alignatt`, once they attend to audio that has passed (on the CPU)",
+        choices=("localagreement", "alignatt"),
+    )
+    alignatt_frames: int = _option(
+        20,
+        "alignatt: so many frames of 20 ms at least lie behind the place that a settled word "
+        "attends to",
+        low=0,
+        high=500,
+    )
     realtime_step_seconds: float = _option(
-        1.0,
+        0.0,
         "live speech is transcribed again after so many seconds of audio, where a session names "
-        "no `step_ms`",
-        low=0.1,
+        "no `step_ms`; 0: 1 with localagreement, 0.3 with alignatt",
+        low=0.0,
         high=5.0,
+    )
+    translate_with: str = _option(
+        "",
+        "text server (`--drafters ssbd`) that translates live speech, `http://HOST:PORT`; empty: "
+        "Whisper itself translates, into English alone",
+        pattern=r"|https?://[^\s/]+(?:/[^\s]*)?",
+        expected="http://HOST:PORT",
+    )
+    translate_key: str = _option(
+        "",
+        "API key of the `--translate-with` server. Set it in the environment, other users see "
+        "command lines",
     )
     audio_decoders: int = _option(
         4, "processes that decode what clients send as audio", low=1, high=256
@@ -330,10 +364,16 @@ class Options:
         return cls(**values)
 
     @property
+    def chooses_drafters(self) -> bool:
+        """Whether the drafters of requests that name none are chosen by what they gain."""
+        return self.drafter == AUTO
+
+    @property
     def default_drafter(self) -> str:
-        """The drafter of requests that name none."""
-        if self.drafter or not self.draft_model:
-            return self.drafter or "sssd"
+        """The drafter of requests that name none and for which none is chosen."""
+        named = "" if self.chooses_drafters else self.drafter
+        if named or not self.draft_model:
+            return named or "sssd"
         return "specdec" if is_drafter_folder(self.draft_model) else "specasr"
 
     def loaded_drafters(self) -> list[str]:

@@ -76,11 +76,11 @@ def _register() -> None:
     if multiprocessing.parent_process() is None or in_http_worker:
         from sglang_ext.admission import hooks as admission
         from sglang_ext.api import predicted_outputs
-        from sglang_ext.step import relaxed_info
+        from sglang_ext.step import token_info
 
         admission.register(_is_ours)
         predicted_outputs.register(_is_ours)
-        relaxed_info.register()
+        token_info.register()
     _open_corpus_endpoints()
     _widen_request_rows()
     audio_processor.register()
@@ -138,6 +138,7 @@ def _resolve_server_args(server_args: Any) -> None:
     from sglang_ext.api.datastore import protocol
     from sglang_ext.api.datastore.shared_ranks import share_among_ranks
     from sglang_ext.cuda import backends
+    from sglang_ext.whisper.cross_attention import tells_frames
 
     options = Options.from_env()  # a wrong value ends the start here, with one clear line
     protocol.make_folder()
@@ -167,6 +168,11 @@ def _resolve_server_args(server_args: Any) -> None:
     server_args.enable_mixed_chunk = False
     if cfg.max_running_requests is None:
         server_args.max_running_requests = MAX_RUNNING_REQUESTS
+    if options.live_policy == "alignatt" and not tells_frames(cfg):
+        raise ValueError(
+            "--live-policy alignatt reads Whisper's attention, which --attention-backend tree_cpu "
+            "on a CPU shows, with --tp-size 1; leave it out or give localagreement"
+        )
     if cfg.device == "cpu":
         server_args.disable_overlap_schedule = True
     else:

@@ -48,6 +48,11 @@ def check_launch(argv: Sequence[str], options: Options) -> None:
         _check_datastore(argv, options)
     if (flag_value(argv, "--speculative-algorithm") or "").upper() == ALGORITHM:
         _check_draft_model(flag_value(argv, "--model-path", "--model") or "", options)
+    elif options.live_policy == "alignatt":
+        raise PreflightError(
+            f"--live-policy alignatt needs --speculative-algorithm {ALGORITHM}, whose steps tell "
+            "what tokens attend to; add it, or leave the policy out"
+        )
 
 
 def _check_draft_model(model: str, options: Options) -> None:

@@ -21,6 +21,8 @@ NO_DRAFTER = "none"
 
 MOST_TOP_BETA, MOST_TAU = 32, 10.0
 """Bounds of a relaxed rule: past them, drafts would be written whatever the target says."""
+MOST_FRAMES = 1500
+"""Frames that Whisper's encoder makes of its window of 30 s."""
 NESTED = "sglang_ext"
 """The key of custom_params that may hold all of ours."""
 
@@ -43,6 +45,7 @@ _EXPECTED = {
     "relaxed.tau": f"a number from 0 to {MOST_TAU:g}",
     "relaxed.by": "target or drafter",
     "corpora": f"a list of at most {_MOST_CORPORA} names of corpora",
+    "attended_frames": f"a whole number of 1 to {MOST_FRAMES}",
     "prediction": f"text of at most {LONGEST_PREDICTION} characters",
 }
 
@@ -91,6 +94,8 @@ class RequestOptions(BaseModel):
             none of them: it drafts from no corpus. None: all that it may read.
         prediction: what it will write, as the client expects; a draft. Schedulers get its tokens
             instead (admission/predictions.py). None: nothing.
+        attended_frames: of a Whisper on the CPU: its answer says to which of the encoder's first so
+            many frames each token attends most (step/attended_frames.py). None: it does not.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
@@ -105,6 +110,7 @@ class RequestOptions(BaseModel):
     relaxed: RelaxedRule | None = None
     corpora: Annotated[tuple[_CorpusName, ...], Field(max_length=_MOST_CORPORA)] | None = None
     prediction: Annotated[str, StringConstraints(max_length=LONGEST_PREDICTION)] | None = None
+    attended_frames: Annotated[int, Field(ge=1, le=MOST_FRAMES)] | None = None
 
     @field_validator("drafter", mode="before")
     @classmethod

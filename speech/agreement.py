@@ -1,4 +1,7 @@
-"""Words that successive hypotheses of growing audio agree on.
+"""Which words of growing audio's hypotheses are settled: policies, and words that agree.
+
+A policy sees each hypothesis of the whole stretch and commits words of it, from the beginning on;
+`speech/alignatt.py` has another one.
 
 LocalAgreement-2 commits the longest common prefix of two successive hypotheses (Liu et al. 2020,
 "Low-Latency Sequence-to-Sequence Speech Recognition and Translation by Partial Hypothesis
@@ -9,7 +12,9 @@ by their times; here they are aligned by edit distance, so that no word times ar
 
 import re
 import unicodedata
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 # Thai and Lao, Burmese, Khmer, kana, Han: written without spaces, so each character is a word.
 _UNSPACED = (
@@ -25,13 +30,17 @@ _SENTENCE_END = re.compile("(?:^|[^.])[.!?。\uff01\uff1f؟।][\"'”\u2019»)\
 _ABBREVIATION = re.compile(r"(?:[^\W\d]\.)+|(?:mr|mrs|ms|dr|st|prof|jr|sr|vs|gen|sen|rep)\.", re.I)
 
 
+def space_before(text: str) -> str:
+    """The space between what was said and this text behind it: none where its script has none."""
+    return "" if not text or _STARTS_UNSPACED.match(text) else " "
+
+
 def split_words(text: str) -> list[str]:
     """The words of a text, each with the white space before it; a first one gets a space, too.
 
     Where a script has no spaces, a word is a character with its marks and punctuation.
     """
-    if text and not _STARTS_UNSPACED.match(text):
-        text = " " + text
+    text = space_before(text) + text
     return _WORD.findall(text)
 
 
@@ -64,19 +73,28 @@ def aligned_prefix(wanted: Sequence[str], given: Sequence[str]) -> int:
     return min(range(len(row)), key=rank)
 
 
-class LocalAgreement:
-    """LocalAgreement-2 over the hypotheses of one stretch of audio that grows at its end."""
+class CommitPolicy(ABC):
+    """Decides what is settled, over the hypotheses of one stretch of audio that grows at its end.
+
+    What was committed once is found in later hypotheses by edit distance, and stays.
+    """
+
+    guided: ClassVar[bool] = False
+    """Whether hypotheses must say how far into the audio their words look."""
 
     def __init__(self) -> None:
         self._committed: list[str] = []  # keys of the words, as they were committed
-        self._tail: list[str] = []  # the last hypothesis's words behind them
 
-    def hear(self, words: Sequence[str], last: bool = False) -> tuple[int, int]:
+    def hear(
+        self, words: Sequence[str], last: bool = False, behind: Sequence[float | None] = ()
+    ) -> tuple[int, int]:
         """Take the next hypothesis.
 
         Args:
             words: of the whole stretch, from its beginning.
             last: no other hypothesis of it will come: all of it is committed.
+            behind: for each word, seconds of audio that were heard behind the place which it
+                attends to; None, or no list: it is not known.
 
         Returns:
             first, end: words[first:end] are committed now; the ones from `end` on are unstable.
@@ -84,10 +102,10 @@ class LocalAgreement:
         keys = [_key(word) for word in words]
         first = aligned_prefix(self._committed, keys)
         tail = list(words[first:])
-        agreed = len(tail) if last else _agreed(self._tail, tail)
-        self._committed += keys[first : first + agreed]
-        self._tail = tail[agreed:]
-        return first, first + agreed
+        known = list(behind[first:]) or [None] * len(tail)
+        count = len(tail) if last else self._settled(tail, known)
+        self._committed += keys[first : first + count]
+        return first, first + count
 
     def forget(self, words: Sequence[str]) -> None:
         """The stretch begins later from now on: behind `words`, the last hypothesis's first ones.
@@ -95,6 +113,28 @@ class LocalAgreement:
         They must have been committed.
         """
         del self._committed[: aligned_prefix([_key(word) for word in words], self._committed)]
+
+    @abstractmethod
+    def _settled(self, tail: list[str], behind: list[float | None]) -> int:
+        """How many of the words behind the committed ones are committed now.
+
+        Args:
+            tail: those words.
+            behind: of each of them, as in `hear`.
+        """
+
+
+class LocalAgreement(CommitPolicy):
+    """LocalAgreement-2: what two successive hypotheses agree on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tail: list[str] = []  # the last hypothesis's words behind the committed ones
+
+    def _settled(self, tail: list[str], behind: list[float | None]) -> int:
+        agreed = _agreed(self._tail, tail)
+        self._tail = tail[agreed:]
+        return agreed
 
 
 def _agreed(before: Sequence[str], now: Sequence[str]) -> int:

@@ -23,6 +23,9 @@ from speech.vad import (
 WINDOW_S = 30.0
 """What Whisper's encoder reads at once (Radford et al. 2022, section 2.2)."""
 
+FRAME_S = 0.02
+"""Seconds of a frame of what it makes of that (the same)."""
+
 
 @dataclass(frozen=True)
 class ChunkOptions:

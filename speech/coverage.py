@@ -50,7 +50,10 @@ def left_out(
     if middle is None:
         return decoded, []
     kept = dataclasses.replace(
-        decoded, tokens=tokens[: last + 1], logprobs=decoded.logprobs[: last + 1]
+        decoded,
+        tokens=tokens[: last + 1],
+        logprobs=decoded.logprobs[: last + 1],
+        frames=decoded.frames[: last + 1],
     )
     return kept, [chunk.part(start, middle), chunk.part(middle)]
 

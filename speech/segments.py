@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from whisper.utils import compression_ratio as compression_ratio  # speech.prompts loads it too
 
-from speech.chunks import Chunk
+from speech.chunks import FRAME_S, Chunk
 from speech.prompts import SPACELESS, TIMESTAMP_S, WhisperVocabulary
 
 # openai-whisper's transcribe.py.
@@ -28,6 +28,8 @@ class Decoded:
         no_speech_prob: of <|nospeech|> at <|startoftranscript|>; nan where it is not known.
         temperature: it was sampled at.
         finished: it ended with <|endoftext|>, not at the length limit.
+        frames: of each of the tokens, the encoder's frame (20 ms) that it attends to most; -1 where
+            that is not known; empty: it was not asked for.
     """
 
     tokens: tuple[int, ...]
@@ -35,6 +37,7 @@ class Decoded:
     no_speech_prob: float = math.nan
     temperature: float = 0.0
     finished: bool = True
+    frames: tuple[int, ...] = ()
 
     @property
     def avg_logprob(self) -> float:
@@ -58,6 +61,8 @@ class Segment:
     Attributes:
         seek: where its chunk begins, in frames of 10 ms.
         tokens: with the timestamps that the model wrote.
+        looks: the second of the audio that each of them attends to most, nan where that is not
+            known; empty: it was not asked for.
     """
 
     id: int
@@ -70,6 +75,7 @@ class Segment:
     avg_logprob: float
     compression_ratio: float
     no_speech_prob: float
+    looks: tuple[float, ...] = ()
 
 
 @dataclass
@@ -134,7 +140,8 @@ def chunk_segments(
     """
     ratio = compression_ratio(vocabulary.decode(decoded.tokens))
     segments: list[Segment] = []
-    for start, end, tokens in _timed(chunk, decoded, vocabulary):
+    for start, end, places in _timed(chunk, decoded, vocabulary):
+        tokens = tuple(decoded.tokens[i] for i in places)
         words = vocabulary.decode(tokens)
         if not words.strip():
             continue
@@ -151,6 +158,7 @@ def chunk_segments(
                 avg_logprob=decoded.avg_logprob,
                 compression_ratio=ratio,
                 no_speech_prob=decoded.no_speech_prob,
+                looks=tuple(_look(chunk, decoded.frames[i]) for i in places if decoded.frames),
             )
         )
     return segments
@@ -159,14 +167,15 @@ def chunk_segments(
 def _timed(
     chunk: Chunk, decoded: Decoded, vocabulary: WhisperVocabulary
 ) -> list[tuple[float, float, tuple[int, ...]]]:
-    """Start and end, in seconds of the chunk, and tokens of what stands between timestamps."""
+    """Of what stands between timestamps: start and end, in seconds of the chunk, and which of the
+    tokens it is."""
     last_speech = chunk.speech[-1][1] if chunk.speech else chunk.duration
     parts: list[tuple[float, float, tuple[int, ...]]] = []
-    start, text, kept = 0.0, [], []
-    for token in decoded.tokens:
-        kept.append(token)
+    start, text, kept = 0.0, False, []
+    for place, token in enumerate(decoded.tokens):
+        kept.append(place)
         if token < vocabulary.end:
-            text.append(token)
+            text = True
         elif token >= vocabulary.first_timestamp:
             time = (token - vocabulary.first_timestamp) * TIMESTAMP_S
             if time < start or time > chunk.duration + 1.0:
@@ -175,9 +184,9 @@ def _timed(
             time = min(time, chunk.duration)
             if text:
                 parts.append((start, time, tuple(kept)))
-                text, kept = [], []
+                text, kept = False, []
             else:
-                kept = [token]
+                kept = [place]
             start = time
     if text:
         parts.append((start, max(start, last_speech), tuple(kept)))
@@ -185,6 +194,11 @@ def _timed(
         # No timestamps at all: what the VAD heard first begins it.
         parts[0] = (chunk.speech[0][0] if chunk.speech else 0.0, *parts[0][1:])
     return parts
+
+
+def _look(chunk: Chunk, frame: int) -> float:
+    """Seconds of the audio where a frame of the encoder begins; nan for -1."""
+    return chunk.source_time(frame * FRAME_S) if frame >= 0 else math.nan
 
 
 def joined(before: str, text: str, language: str) -> str:

@@ -1,8 +1,9 @@
 """Recognition of speech while it is spoken: a growing audio buffer, transcribed again and again.
 
-What two successive hypotheses agree on is committed (speech/agreement.py). The buffer is cut at
-committed sentence ends that lie in a silence, behind silences that end an utterance, and in any
-case before it outgrows Whisper's window. There is one request at a time, made of all the audio
+A policy says what of a hypothesis is committed: what two successive ones agree on
+(speech/agreement.py), or what attends to audio that has passed (speech/alignatt.py). The buffer is
+cut at committed sentence ends that lie in a silence, behind silences that end an utterance, and in
+any case before it outgrows Whisper's window. There is one request at a time, made of all the audio
 that is there by then: a slow recogniser gets fewer windows, not older ones.
 """
 
@@ -13,9 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speech.agreement import LocalAgreement, ends_sentence, split_words
+from speech.agreement import CommitPolicy, LocalAgreement, ends_sentence
 from speech.audio import SAMPLE_RATE
 from speech.buffer import AudioBuffer, SpeechProbabilities
+from speech.hypotheses import Span as Span  # of whoever transcribes
+from speech.hypotheses import Word as Word
+from speech.hypotheses import parted, timed_words
 from speech.vad import FRAME_SAMPLES, FRAMES_PER_SECOND, default_detector, runs
 
 _PROMPT_CHARS = 200  # as whisper_streaming (Macháček et al. 2023, section 2.1)
@@ -37,6 +41,7 @@ class StreamOptions:
         most_late_s: with more audio than this in the buffer, recognition is hopelessly late, and
             all but the last window is dropped.
         threshold: least probability of speech, 0 to 1.
+        policy: makes what says which words are committed, for each stretch of audio.
     """
 
     step_s: float = 1.0
@@ -46,6 +51,7 @@ class StreamOptions:
     least_cut_s: float = 5.0
     most_late_s: float = 120.0
     threshold: float = 0.5
+    policy: Callable[[], CommitPolicy] = LocalAgreement
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class Window:
         prompt: what was said before it.
         final: it ends in a silence or with the audio, and will not be transcribed again.
         probabilities: float32[frames] of speech, of its frames of 32 ms.
+        guided: spans should say what their tokens attend to.
     """
 
     samples: np.ndarray
@@ -65,24 +72,7 @@ class Window:
     prompt: str
     final: bool
     probabilities: np.ndarray
-
-
-@dataclass(frozen=True)
-class Span:
-    """Text that the recogniser found between two times; seconds of the window."""
-
-    start: float
-    end: float
-    text: str
-
-
-@dataclass(frozen=True)
-class Word:
-    """A word with the space before it, and where it ends: seconds of the audio, interpolated by
-    characters between the times of its span."""
-
-    text: str
-    end: float
+    guided: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,21 +203,24 @@ class StreamingRecognizer:
 
     def _settle(self, frames: int) -> Update:
         """Commit the last hypothesis as it is: nothing was said since."""
-        rest = tuple(self._words[self._settled :])
+        rest, _ = self._shown(self._words, self._settled, len(self._words), final=True)
         self._cut(self._words, frames)
         self._begin()
-        return Update(rest, (), self._audio.origin / FRAMES_PER_SECOND)
+        return Update(tuple(rest), (), self._audio.origin / FRAMES_PER_SECOND)
 
     def _begin(self) -> None:
         """No hypothesis of what is in the buffer was heard yet."""
-        self._agreement = LocalAgreement()
+        self._policy = self._options.policy()
         self._words: list[Word] = []  # the last hypothesis
         self._settled = 0  # so many of them are committed
+        self._owes = False  # the last of these was, without the punctuation behind it
 
     def _window(self, frames: int, final: bool) -> Window:
         start = self._audio.origin / FRAMES_PER_SECOND
         probabilities = self._audio.probabilities[:frames]
-        return Window(self._audio.first(frames), start, self._prompt, final, probabilities)
+        guided = self._policy.guided and not final
+        samples = self._audio.first(frames)
+        return Window(samples, start, self._prompt, final, probabilities, guided)
 
     def _place_to_cut(self, speech: np.ndarray) -> int:
         """The frame to cut a full window before: in its longest silence, or its quietest frame."""
@@ -254,21 +247,42 @@ class StreamingRecognizer:
         self._failures = 0
         if start != self._audio.origin:
             return None  # its audio was dropped meanwhile
-        words, ends = _timed_words(spans, window.start)
-        first, last = self._agreement.hear([word.text for word in words], window.final)
+        words, ends = timed_words(spans, window.start)
+        heard = window.start + len(window.samples) / SAMPLE_RATE
+        behind = [None if word.look is None else heard - word.look for word in words]
+        first, last = self._policy.hear([word.text for word in words], window.final, behind)
         frames = len(window.samples) // FRAME_SAMPLES
         self._heard = start + frames
+        committed, unstable = self._shown(words, first, last, window.final)
         if window.final:
             self._cut(words, frames)
             self._begin()
         else:
             self._words, self._settled = words, last
-            self._cut_at_sentence(words[:last], ends)
-        return Update(
-            tuple(words[first:last]),
-            tuple(words[last:]),
-            window.start + len(window.samples) / SAMPLE_RATE,
-        )
+            self._cut_at_sentence(words[: last - self._owes], ends)
+        return Update(tuple(committed), tuple(unstable), heard)
+
+    def _shown(
+        self, words: Sequence[Word], first: int, last: int, final: bool
+    ) -> tuple[list[Word], list[Word]]:
+        """What is committed of a hypothesis, and what stands behind it.
+
+        Whisper ends what breaks off with a full stop. Where a policy commits a hypothesis' last
+        word, that comes later, with the next one, as what it is by then.
+
+        Args:
+            first, last: the words that are committed now.
+        """
+        committed, unstable = list(words[first:last]), list(words[last:])
+        if self._owes and first:
+            mark = parted(words[first - 1])[1]
+            self._owes = not (committed or final)
+            (unstable if self._owes else committed)[:0] = [] if mark is None else [mark]
+        if self._policy.guided and not final and first < last == len(words):
+            committed[-1], mark = parted(words[-1])
+            self._owes = mark is not None
+            unstable += [] if mark is None else [mark]
+        return committed, unstable
 
     def _cut_at_sentence(
         self, committed: Sequence[Word], ends: Sequence[tuple[int, float]]
@@ -288,7 +302,7 @@ class StreamingRecognizer:
             sentence = ends_sentence(committed[count - 1].text)
             place = self._silence_near(frame) if sentence or full else None
             if place is not None:
-                self._agreement.forget([word.text for word in committed[:count]])
+                self._policy.forget([word.text for word in committed[:count]])
                 self._cut(committed[:count], place)
                 self._words, self._settled = self._words[count:], self._settled - count
                 return
@@ -315,22 +329,6 @@ class StreamingRecognizer:
         self.lost_s += dropped / FRAMES_PER_SECOND
         self._begin()
         self._prompt = ""
-
-
-def _timed_words(
-    spans: Sequence[Span], offset: float
-) -> tuple[list[Word], list[tuple[int, float]]]:
-    """The words of spans, and of each span how many words there are up to it and where it ends."""
-    words: list[Word] = []
-    ends: list[tuple[int, float]] = []
-    for span in spans:
-        texts = split_words(span.text)
-        length, done = sum(map(len, texts)), 0
-        for text in texts:
-            done += len(text)
-            words.append(Word(text, offset + span.start + (span.end - span.start) * done / length))
-        ends.append((len(words), offset + span.end))
-    return words, ends
 
 
 def _frames(seconds: float) -> int:

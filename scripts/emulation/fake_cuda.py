@@ -193,6 +193,8 @@ class FakeStep:
         made._target_worker, made.model_runner = self, self.model_runner
         made._plans = True
         made.planner = SimpleNamespace(
+            drafters={},
+            take_counted=lambda: None,
             reads=lambda *_: 0.0,
             note_look=lambda _: None,
             note_step=lambda *_: None,

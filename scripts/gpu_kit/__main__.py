@@ -54,8 +54,14 @@ def _run(args: argparse.Namespace) -> int:
             seed=args.seed,
             emulated=args.dry_run,
             device_name=device,
+            parts=tuple(filter(None, args.parts.split(","))),
+            memory_fraction=args.memory_fraction,
         )
-        passed = run(kit, phases, 60 * args.minutes)
+        try:
+            passed = run(kit, phases, 60 * args.minutes)
+        except ValueError as error:
+            print(f"gpu_kit: error: {error}", file=sys.stderr)
+            return USAGE_ERROR
     print(f"{'every phase passed' if passed else 'not every phase passed'}: {out}")
     return 0 if passed else 1
 
@@ -83,6 +89,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--phases", default="1,2,3,4,5,6", help="numbers or names, comma-separated [all]"
     )
+    parser.add_argument("--parts", default="", help="of the phases, to run these alone [all]")
+    parser.add_argument(
+        "--memory-fraction", type=float, default=0.7,
+        help="of the GPU's memory for a server; less where two kits run side by side [0.7]",
+    )  # fmt: skip
     parser.add_argument("--shape", choices=("1b", "8b"), default="1b", help="the target [1b]")
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts [0]")
     parser.add_argument("--work", type=Path, help="where the checkpoint is written [TMPDIR]")

@@ -24,11 +24,14 @@ from pathlib import Path, PurePosixPath
 LIMIT_MIB = 64.0
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHON = "3.12"
-# Found by importing SGLang's scheduler, engine and backends and our worker in such an environment.
+# Found by a dry run of the kit in an environment with that machine's packages alone.
 WHEELS = (
-    "apache-tvm-ffi", "compressed-tensors", "dill", "distro", "fastapi", "gguf", "ipython",
-    "loguru", "msgspec", "openai", "opentelemetry-api", "orjson", "partial-json-parser", "pybase64",
-    "pyzmq", "setproctitle", "sniffio", "starlette", "traitlets", "uvicorn", "xgrammar",
+    "annotated-types", "apache-tvm-ffi", "cffi", "compressed-tensors", "dill", "distro",
+    "fastapi", "gguf", "ipython", "jsonschema", "jsonschema-specifications", "loguru",
+    "msgspec", "openai", "opentelemetry-api", "orjson", "partial-json-parser", "pybase64",
+    "pycparser", "pydantic", "pydantic-core", "python-multipart", "pyzmq", "referencing",
+    "rpds-py", "setproctitle", "sniffio", "soundfile", "starlette", "traitlets",
+    "typing-inspection", "uvicorn", "xgrammar",
 )  # fmt: skip
 # sgl_kernel's operators are built against one torch: those of 0.4.10 lack 5 symbols under 2.11,
 # those of 0.4.4 none (nm of both against torch's libraries).
@@ -49,6 +52,10 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "sgl_kernel": ("*.so", "sm100/*"),
 }  # fmt: skip
+# SGLang's file -> ours, where its imports are too large to carry and a Hopper does not run it.
+STAND_INS = {
+    "sglang/kernels/ops/gemm/cutedsl_dual_gemm.py": "scripts/gpu_kit/stand_ins/cutedsl_dual_gemm.py"
+}
 # Of xz: for the archive, and for an upper bound of its size.
 PRESET, FAST_PRESET = 6, 2
 EVERYWHERE = ("__pycache__/*", "*/__pycache__/*", "*.pyc")
@@ -165,11 +172,15 @@ def package_files(package: str) -> list[Item]:
         raise FileNotFoundError(f"{package} is not installed here")
     root = Path(next(iter(spec.submodule_search_locations)))
     return [
-        Item(package, f"{package}/{inside}", path)
+        Item(package, f"{package}/{inside}", _stand_in(f"{package}/{inside}", path))
         for path in sorted(root.rglob("*"))
         if path.is_file()
         and not is_left_out(inside := path.relative_to(root).as_posix(), PACKAGES[package])
     ]
+
+
+def _stand_in(name: str, path: Path) -> Path:
+    return REPOSITORY / STAND_INS[name] if name in STAND_INS else path
 
 
 def is_left_out(inside: str, patterns: Sequence[str]) -> bool:

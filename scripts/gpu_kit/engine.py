@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.gpu_kit import probe
+from scripts.gpu_kit.kit import Kit
 from sglang_ext import options
 from sglang_ext.cpu.install import wants_cpu_engine
 
@@ -20,7 +21,13 @@ COMMON = [
     "--random-seed", "0",
     "--log-level", "error",
 ]  # fmt: skip
-ON_GPU = ["--mem-fraction-static", "0.7", "--cuda-graph-max-bs", "64", "--context-length", "16384"]
+# flag -> its values. By default SGLang captures 58 sizes of prefill graphs and 27 of decode graphs
+# a width, which takes longer than what is measured with them.
+ON_GPU = {
+    "--cuda-graph-bs-decode": ["1", "2", "4", "8", "16", "32", "48", "64"],
+    "--cuda-graph-bs-prefill": ["64", "256", "512"],
+    "--context-length": ["16384"],
+}
 # What the dry run's machine can spare; its other flags are those of a server on a CPU.
 ON_CPU = ["--max-total-tokens", "16384"]
 # Taken from `env_options` and not from whatever this process was started with.
@@ -48,20 +55,20 @@ class Engine:
     """One model loaded once; a context manager.
 
     Args:
-        model: folder of the checkpoint.
+        kit: whose checkpoint is served, with its share of the GPU's memory.
         flags: `sglang serve`'s, over COMMON.
         env_options: sglang-ext's options by name (drafter, budget, oracle_file, ...).
     """
 
     def __init__(
-        self, model: Path, flags: Sequence[str] = (), env_options: Mapping[str, str] | None = None
+        self, kit: Kit, flags: Sequence[str] = (), env_options: Mapping[str, str] | None = None
     ):
         self._saved = dict(os.environ)
         for name, value in (env_options or {}).items():
             os.environ[options.env_name(name)] = value
         self._folder = tempfile.TemporaryDirectory(prefix="gpu-kit-", ignore_cleanup_errors=True)
         try:
-            self._engine = _start(["--model-path", str(model), *COMMON, *flags])
+            self._engine = _start(kit, ["--model-path", str(kit.model), *COMMON, *flags])
         except BaseException:
             self._restore()
             raise
@@ -149,7 +156,7 @@ def _answer(found: Mapping[str, Any]) -> Answer:
     )
 
 
-def _start(flags: list[str]) -> Any:
+def _start(kit: Kit, flags: list[str]) -> Any:
     from sglang.srt.entrypoints.engine import Engine as SglangEngine
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -163,18 +170,15 @@ def _start(flags: list[str]) -> Any:
         flags = [*flags, *ON_CPU]
         flags += default_cpu_args(flags)
     else:
-        flags = [*_defaults(flags, ON_GPU), *flags]
+        share = ["--mem-fraction-static", str(kit.memory_fraction)]
+        flags = [*gpu_flags(flags), *share, *flags]
     load_plugins()
     server_args = prepare_server_args(flags)
     return Probed(server_args=server_args)
 
 
-def _defaults(flags: Sequence[str], pairs: Sequence[str]) -> list[str]:
-    """The `pairs` of flag and value whose flag is not among `flags`."""
-    given = set(flags)
+def gpu_flags(given: Sequence[str]) -> list[str]:
+    """ON_GPU's flags with their values, without those that `given` has."""
     return [
-        word
-        for name, value in zip(pairs[::2], pairs[1::2], strict=True)
-        if name not in given
-        for word in (name, value)
+        word for flag, values in ON_GPU.items() if flag not in given for word in (flag, *values)
     ]

@@ -25,6 +25,8 @@ class Kit:
         out: where the results go.
         work: where the checkpoint and notes between parts lie.
         emulated: the dry run, on a CPU; no figure of it says anything about a GPU.
+        parts: of the phases, to run alone; none: all.
+        memory_fraction: of the GPU's memory, for a server.
     """
 
     out: str
@@ -33,6 +35,8 @@ class Kit:
     seed: int
     emulated: bool
     device_name: str
+    parts: tuple[str, ...] = ()
+    memory_fraction: float = 0.7
 
     @property
     def shape(self) -> Shape:
@@ -66,7 +70,8 @@ class Kit:
 
     @classmethod
     def from_json(cls, text: str) -> "Kit":
-        return cls(**json.loads(text))
+        found = json.loads(text)
+        return cls(**found | {"parts": tuple(found["parts"])})
 
     def keep(self, name: str, value: Any) -> None:
         """Leave a value (JSON) for the parts to come."""

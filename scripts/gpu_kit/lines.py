@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+_REPOSITORY = Path(__file__).resolve().parents[2]
+
 NAME = "gpu_kit.jsonl"
 PASSED, FAILED, NOT_RUN, TIMEOUT = "passed", "failed", "not_run", "timeout"
 # A part's settings travel in this variable (Kit as JSON); its exit code where a case failed.
@@ -42,7 +44,9 @@ class Lines:
         with open(self._path, "ab") as file:
             if file.tell() and not _ends_with_newline(self._path):
                 file.write(b"\n")  # an earlier run was killed while it wrote
-            file.write(json.dumps(line | self._stamp).encode() + b"\n")
+            # Tracebacks name files by where the repository lies, which says nothing elsewhere.
+            text = json.dumps(line | self._stamp).replace(f"{_REPOSITORY}/", "")
+            file.write(text.encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 

@@ -34,10 +34,17 @@ NOT_ON_CPU = {
     },
 }
 _LOG_LINES = 12
+# The part that others of its phase compare with may take this share of the phase's time.
+REFERENCE, REFERENCE_SHARE = {"lossless": "plain"}, 0.6
 
 
 def run(kit: Kit, phases: Sequence[str], seconds: float) -> bool:
-    """Run `phases` within `seconds`; returns whether all passed."""
+    """Run `phases` within `seconds`; returns whether all passed.
+
+    Raises:
+        ValueError: a phase has none of the kit's chosen parts.
+    """
+    _check_parts(kit, phases)
     end = time.monotonic() + seconds
     lines = kit.lines()
     before = lines.ended()
@@ -60,6 +67,8 @@ def run(kit: Kit, phases: Sequence[str], seconds: float) -> bool:
                 lines.case(phase, part[1], NOT_RUN, not_run="no time was left for it")
                 statuses.append(TIMEOUT)
                 continue
+            if REFERENCE.get(phase) == part[1]:
+                share = REFERENCE_SHARE * left
             started.go(max(share, min(left, 2 * share)))
             following = _Started(kit, *more[0]) if more else None
             status, error = started.wait()
@@ -81,9 +90,16 @@ def run(kit: Kit, phases: Sequence[str], seconds: float) -> bool:
     return all(ended.get(phase) == PASSED for phase in phases)
 
 
+def _check_parts(kit: Kit, phases: Sequence[str]) -> None:
+    for phase in phases:
+        if not _parts(kit, phase):
+            raise ValueError(f"--parts: phase {phase} has none of them, but {PARTS[phase]}")
+
+
 def _parts(kit: Kit, phase: str) -> list[tuple[str, str]]:
     left_out = NOT_ON_CPU.get(phase, {}) if kit.emulated else {}
-    return [(phase, part) for part in PARTS[phase] if part not in left_out]
+    chosen = kit.parts or PARTS[phase]
+    return [(phase, part) for part in PARTS[phase] if part in chosen and part not in left_out]
 
 
 class _Started:

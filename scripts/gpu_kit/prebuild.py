@@ -34,7 +34,9 @@ def main() -> int:
         print("prebuild: error: no nvcc on the PATH", file=sys.stderr)
         return 2
     args.into.mkdir(parents=True, exist_ok=True)
-    os.environ["LIBRARY_PATH"] = str(_libraries_to_link(args.into / "link"))
+    # Absolute: ninja links in a folder of its own.
+    os.environ["LIBRARY_PATH"] = str(_libraries_to_link(args.into.resolve() / "link"))
+    os.environ["CPATH"] = str(_cuda_wheels() / "include")
     failed = 0
     for spec in specs([int(text) for text in args.head_dims.split(",")]):
         failed += not _build(spec, args.into)
@@ -45,27 +47,33 @@ def specs(head_dims: list[int]) -> list[Any]:
     """FlashInfer's build specifications of what a bf16 Llama's verify and decode steps call."""
     import torch
     from flashinfer.jit.attention.modules import gen_batch_decode_module, gen_batch_prefill_module
+    from flashinfer.jit.cascade import gen_cascade_module
+    from flashinfer.jit.norm import gen_norm_module
+    from flashinfer.jit.quantization import gen_quantization_module
+    from flashinfer.jit.sampling import gen_sampling_module
+    from flashinfer.prefill import _gen_batch_prefill_primary_module
 
     bf16, int32 = torch.bfloat16, torch.int32
-    found = []
+    # Custom masks are packed to bits; requests that are not greedy are sampled.
+    # Of a prompt in chunks two parts are merged ("cascade"); "norm" is SGLang's choice on a GPU.
+    found = [
+        gen_quantization_module(), gen_sampling_module(), gen_cascade_module(), gen_norm_module(),
+    ]  # fmt: skip
     for dim in head_dims:
-        # One library has every mask: none, causal and custom. On Hopper a prompt is read by "fa3".
-        found += [
-            gen_batch_prefill_module(
-                backend, bf16, bf16, bf16, int32, dim, dim, 0, False, False, False
-            )
-            for backend in ("fa2", "fa3")
-        ]
-        found.append(gen_batch_decode_module(bf16, bf16, bf16, int32, dim, dim, 0, False, False))
+        kind = bf16, bf16, bf16, int32, dim, dim, 0, False, False
+        # One library has every mask: none, causal and custom. On Hopper a prompt is read by "fa3";
+        # of "fa2" FlashInfer takes the library for keys and values of equal strides.
+        found.append(_gen_batch_prefill_primary_module("fa2", *kind, False))
+        found.append(gen_batch_prefill_module("fa3", *kind, False))
+        found.append(gen_batch_decode_module(*kind))
     return found
 
 
 def _libraries_to_link(folder: Path) -> Path:
     """A folder with what the linker asks for: the wheel's CUDA runtime, and a driver without
     functions in place of the one that only a machine with a GPU has."""
-    wheel = importlib.import_module("nvidia.cu13")
     folder.mkdir(exist_ok=True)
-    runtime = next(Path(next(iter(wheel.__path__))).glob("lib/libcudart.so.*"))
+    runtime = next(_cuda_wheels().glob("lib/libcudart.so.*"))
     link = folder / "libcudart.so"
     link.unlink(missing_ok=True)
     link.symlink_to(runtime)
@@ -75,6 +83,11 @@ def _libraries_to_link(folder: Path) -> Path:
         check=True, timeout=60,
     )  # fmt: skip
     return folder
+
+
+def _cuda_wheels() -> Path:
+    """Where the wheels of CUDA lie: the runtime, and curand's headers, which a bare nvcc lacks."""
+    return Path(next(iter(importlib.import_module("nvidia.cu13").__path__)))
 
 
 def _build(spec: Any, into: Path) -> bool:

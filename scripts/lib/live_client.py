@@ -80,14 +80,14 @@ async def stream(
     api_key: str,
     clip: Clip,
     wire: Mapping[str, Any],
-    step_ms: int,
+    extension: Mapping[str, Any],
     silence_s: float = SILENCE_S,
 ) -> LiveRun:
     """Play a clip and a silence behind it; the transcript once all of it has come.
 
     Args:
         wire: one of FORMATS.
-        step_ms: between hypotheses.
+        extension: settings of ours, `session.sglang_ext`.
     """
     rate = wire.get("rate", _G711_RATE)
     samples = np.concatenate([clip.mono(rate), np.zeros(round(silence_s * rate), np.float32)])
@@ -102,7 +102,7 @@ async def stream(
                 "turn_detection": {"type": "server_vad"},
             }
         },
-        "sglang_ext": {"step_ms": step_ms},
+        "sglang_ext": dict(extension),
     }
     async with client(base_url, api_key).realtime.connect(
         extra_query={"intent": "transcription"}

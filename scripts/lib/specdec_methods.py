@@ -35,7 +35,8 @@ class Method:
     """A way to decode.
 
     Attributes:
-        drafter: whose drafts are verified; "none": plain decoding, on the plain server.
+        drafter: whose drafts are verified; "none": plain decoding, on the plain server; "auto":
+            those that the server chooses.
         length: most nodes drafted a step, all of them verified; None: the server's budget.
         rule: what is accepted beside the target's own tokens; None: nothing, output is AT's.
         drafts_last: a sentence that grows drafts its last output (SSBD, without a bias).
@@ -62,7 +63,9 @@ class Method:
         Args:
             last: what the sentence's last update wrote; empty at first.
         """
-        params: dict[str, Any] = {"drafter": self.drafter, "ingest": False, **self.options}
+        params: dict[str, Any] = {"ingest": False, **self.options}
+        if self.drafter != "auto":
+            params["drafter"] = self.drafter
         if self.length is not None:
             params |= {"budget": "fixed", "draft_length": self.length}
         if self.drafts_last:
@@ -75,6 +78,7 @@ class Method:
 
 
 AT = Method("AT greedy", batched=True)
+AUTO = Method("chosen (auto), budget auto", "auto", batched=True)
 
 
 def sentence_methods(
@@ -129,7 +133,8 @@ def _specdec_methods(
         )
         for rule in rules
     ]  # fmt: skip
-    return [*methods, Method("SpecDec with SSSD", "specdec", length, options=both, batched=True)]
+    together = Method("SpecDec with SSSD", "specdec", length, options=both, batched=True)
+    return [*methods, together, AUTO]
 
 
 def growing_methods(length: int, grid: Iterable[tuple[int, float]]) -> list[Method]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from scripts.lib.specdec_methods import ALONE, AT, HIGH_QUALITY, Method, Rule
+from scripts.lib.specdec_methods import ALONE, AT, AUTO, HIGH_QUALITY, Method, Rule
 from scripts.lib.ssbd_metrics import bleu, chrf, common_prefix
 
 SENTENCES, GROWING = "sentences", "growing sentences"
@@ -192,9 +192,17 @@ class Results:
             "speedup_specdec": specdec,
             "speedup_specdecpp": relaxed,
             "speedup_specdec_vs_sssd": specdec / sssd,
+            "speedup_together": both,
             "speedup_both_vs_better": both / max(specdec, sssd),
+            "accepted_per_step_together": per_step(self._of(SENTENCES, names[2], 1)),
             "bleu_specdecpp": self._bleu(SENTENCES, names[1]),
+            "bleu_loss_specdecpp": self._bleu(SENTENCES, AT.name) - self._bleu(SENTENCES, names[1]),
         }
+        if self._of(SENTENCES, AUTO.name, 1):
+            auto = self._speedup(SENTENCES, AUTO.name)
+            budgeted = self._speedup(SENTENCES, "SSSD, budget auto")
+            found["speedup_auto"] = auto
+            found["speedup_auto_vs_best"] = auto / max(specdec, sssd, both, budgeted)
         for method in self.methods[SENTENCES]:
             if method.name.startswith("SpecDec k="):
                 own = self._of(SENTENCES, method.name, 1)

@@ -45,12 +45,14 @@ class Transcript:
         text: the same, decoded.
         seconds: from sending the request to its end.
         accept_length: tokens per verify step; 1 without speculation.
+        frames: that its tokens attend to, where the request asked (`attended_frames`).
     """
 
     token_ids: list[int]
     text: str
     seconds: float
     accept_length: float = 1.0
+    frames: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,10 @@ def transcribe(
     if not response.is_success:
         raise RuntimeError(f"{speech.clip.name}: HTTP {response.status_code}: {response.text}")
     answer = response.json()
-    accept_length = answer["meta_info"].get("spec_accept_length") or 1.0
-    return Transcript(answer["output_ids"], answer["text"], seconds, accept_length)
+    meta = answer["meta_info"]
+    accept_length = meta.get("spec_accept_length") or 1.0
+    frames = tuple(meta.get("attended_frames") or ())
+    return Transcript(answer["output_ids"], answer["text"], seconds, accept_length, frames)
 
 
 def transcribe_all(

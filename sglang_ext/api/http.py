@@ -179,6 +179,16 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
+async def until_one_ends(tasks: "set[asyncio.Task[Any]]") -> None:
+    """Wait until one of them ends; the others are cancelled, and have ended on return."""
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
 async def _left(request: Request) -> None:
     """Return when the client has gone."""
     while (await request.receive())["type"] != "http.disconnect":

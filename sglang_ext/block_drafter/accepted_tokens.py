@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.block_drafter.block_predictor import BlockPredictor, SourceMemory
+from sglang_ext.block_drafter.block_predictor import BlockPredictor, Source, SourceMemory
 from sglang_ext.block_drafter.kept_tokens import UNKNOWN
 
 Rows = npt.NDArray[np.int64]
@@ -32,7 +32,7 @@ class Accepted:
 
 
 def replay(
-    predictor: BlockPredictor, sources: Sequence[Rows], outputs: Sequence[Rows], block: int
+    predictor: BlockPredictor, sources: Sequence[Source], outputs: Sequence[Rows], block: int
 ) -> Accepted:
     """Decode known greedy outputs by drafted chains of `block` tokens, exactly as a server would.
 
@@ -40,7 +40,8 @@ def replay(
     output's own behind them. The first token of an output is its prefill's.
 
     Args:
-        sources, outputs: int64[n] rows of each; a token that cannot be drafted is UNKNOWN there.
+        sources: of each as `BlockPredictor.encode` takes it.
+        outputs: int64[n] rows of each; a token that cannot be drafted is UNKNOWN there.
     """
     accepted = Accepted()
     for first in range(0, len(outputs), _BATCH):

@@ -18,6 +18,8 @@ from sglang_ext.block_drafter.kept_tokens import MASK, PADDING, UNKNOWN
 from sglang_ext.block_drafter.nat_model import BlockModel
 
 Rows = npt.NDArray[np.int64]
+States = npt.NDArray[np.float16]
+Source = Rows | States
 _Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -63,25 +65,50 @@ class BlockPredictor:
         self._shape = model.shape
         self._heads = model.shape.heads
         self._device = model.slots.device
-        self._encoder = [_EncoderLayer(layer, int8) for layer in model.encoder.layers]
+        own = model.encoder.layers if model.states is None else ()
+        self._encoder = [_EncoderLayer(layer, int8) for layer in own]
         self._decoder = [_DecoderLayer(layer, int8) for layer in model.decoder.layers]
         self._output = _linear(model.output_weight, model.output_bias, int8)
 
     @torch.inference_mode()
-    def encode(self, sources: Sequence[Rows]) -> list[SourceMemory]:
-        """What is kept of each source, int64[s] rows; an empty one counts as one unknown token."""
-        sources = [rows if len(rows) else np.array([UNKNOWN]) for rows in sources]
-        tokens = torch.from_numpy(padded(sources)).to(self._device)
+    def encode(self, sources: Sequence[Source]) -> list[SourceMemory]:
+        """What is kept of each source.
+
+        Args:
+            sources: int64[s] rows of each, an empty one counts as one unknown token; of a drafter
+                that reads the target's states, float[s, states.width] with s at least 1.
+        """
+        if self._model.states is not None:
+            return [
+                self.remember(torch.from_numpy(states), torch.arange(len(states)))
+                for states in sources
+            ]
+        rows_of = [rows if len(rows) else np.array([UNKNOWN]) for rows in sources]
+        tokens = torch.from_numpy(padded(rows_of)).to(self._device)
         seen = (tokens != PADDING)[:, None, None]
         places = torch.arange(tokens.shape[1], device=self._device).expand_as(tokens)
         hidden = self._model.embedded(tokens, places)
         for layer in self._encoder:
             hidden = layer.run(hidden, seen, self._heads)
-        hidden = _normed(hidden, self._model.encoder.norm)
-        kept = torch.stack([layer.keys_values(hidden, self._heads) for layer in self._decoder], 1)
+        kept = self._keys_values(_normed(hidden, self._model.encoder.norm))
         return [
-            SourceMemory(kept[i, :, :, :, : len(rows)].clone()) for i, rows in enumerate(sources)
+            SourceMemory(kept[i, :, :, :, : len(rows)].clone()) for i, rows in enumerate(rows_of)
         ]
+
+    @torch.inference_mode()
+    def remember(self, states: torch.Tensor, places: torch.Tensor) -> SourceMemory:
+        """What is kept of a source whose states the target has.
+
+        Args:
+            states: float[s, states.width].
+            places: int64[s], where in the source each lies.
+        """
+        memory = self._model.remembered(states.to(self._device)[None], places.to(self._device))
+        return SourceMemory(self._keys_values(memory)[0])
+
+    def _keys_values(self, memory: torch.Tensor) -> torch.Tensor:
+        """float[n, decoder layers, 2, heads, s, width / heads] of float[n, s, width]."""
+        return torch.stack([layer.keys_values(memory, self._heads) for layer in self._decoder], 1)
 
     @torch.inference_mode()
     def predict(
@@ -127,8 +154,8 @@ def windows(last: Sequence[Rows], window: int, block: int) -> Rows:
     return tokens
 
 
-def padded(sequences: Sequence[Rows]) -> Rows:
-    """int64[n, longest], PADDING behind each."""
+def padded(sequences: Sequence[Source]) -> Rows:
+    """int64[n, longest], PADDING behind each, of rows."""
     rows = np.full((len(sequences), max(map(len, sequences))), PADDING, dtype=np.int64)
     for row, sequence in zip(rows, sequences, strict=True):
         row[: len(sequence)] = sequence

@@ -70,7 +70,7 @@ def load_drafter(folder: str | Path, device: str = "cpu") -> LoadedDrafter:
     try:
         tensors = load(data)
         kept = KeptTokens(tensors.pop(_KEPT).long().numpy(), manifest.outputs, manifest.vocab_size)
-        model = BlockModel(manifest.shape, kept.num_rows, kept.num_classes)
+        model = BlockModel(manifest.shape, kept.num_rows, kept.num_classes, states=manifest.states)
         model.load_state_dict(tensors)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]

@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.block_drafter.shapes import Shape
+from sglang_ext.block_drafter.shapes import Shape, TargetStates
 
 NAME = "drafter.json"
 FORMAT = 1
+# Of drafters that read the target's states, which version 1 cannot serve.
+FORMAT_STATES = 2
 KIND = "block"
 _MAX_BYTES = 1 << 24
 
@@ -53,6 +55,7 @@ class Manifest:
         data: what it was trained on: examples, tokens, and output tokens by namespace.
         training: how.
         scores: accepted tokens a step on held-out outputs, by k.
+        states: of the target, which it reads in place of an encoder of its own; None: it has one.
     """
 
     target: str
@@ -66,6 +69,7 @@ class Manifest:
     data: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     scores: Mapping[str, Any] = field(default_factory=dict)
+    states: TargetStates | None = None
 
     @property
     def namespaces(self) -> Mapping[str, int]:
@@ -74,7 +78,11 @@ class Manifest:
 
     def as_json(self) -> str:
         """What drafter.json holds."""
-        return json.dumps({"format": FORMAT, "kind": KIND, **asdict(self)}, indent=1) + "\n"
+        stated = asdict(self)
+        if self.states is None:
+            del stated["states"]
+        version = FORMAT if self.states is None else FORMAT_STATES
+        return json.dumps({"format": version, "kind": KIND, **stated}, indent=1) + "\n"
 
 
 def is_drafter_folder(folder: str | Path) -> bool:
@@ -138,8 +146,9 @@ def _parse(content: Any) -> Manifest:
     """Raises KeyError, TypeError, ValueError: it is no manifest."""
     if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
-    if content.get("format") != FORMAT:
-        raise ValueError(f"format {content.get('format')!r}, and this version reads {FORMAT}")
+    if content.get("format") not in (FORMAT, FORMAT_STATES):
+        known = f"{FORMAT} and {FORMAT_STATES}"
+        raise ValueError(f"format {content.get('format')!r}, and this version reads {known}")
     if content.get("kind") != KIND:
         raise ValueError(f"kind {content.get('kind')!r}, expected {KIND}")
     texts = {name: _of(content, name, str) for name in ("target", "tokenizer", "weights")}
@@ -152,6 +161,7 @@ def _parse(content: Any) -> Manifest:
         outputs=_count(content, "outputs"),
         ends=_ids(content, "ends"),
         shape=Shape.of(_of(content, "shape", dict)),
+        states=TargetStates.of(content.get("states")),
         source=SourceRule(
             _ids(source, "before"), _ids(source, "after"), _count(source, "most_tokens")
         ),

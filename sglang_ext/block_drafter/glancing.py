@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import cross_entropy
 
-from sglang_ext.block_drafter.block_predictor import padded, windows
+from sglang_ext.block_drafter.block_predictor import Source, padded, windows
 from sglang_ext.block_drafter.kept_tokens import PADDING, UNKNOWN
 from sglang_ext.block_drafter.nat_model import BlockModel
 from sglang_ext.block_drafter.shapes import Shape
@@ -26,7 +26,8 @@ class Batch:
     """Blocks to be predicted.
 
     Attributes:
-        sources: int64[n, s] rows.
+        sources: int64[n, s] rows, or float32[n, s, width] states of the target.
+        padding: bool[n, s], where a source has ended.
         of_source: int64[b], the source of each block; several blocks share one.
         tokens: int64[b, window + block] rows, the decoder's inputs with masks alone.
         gold: int64[b, block] rows, what is to be predicted; PADDING behind an output's end.
@@ -34,6 +35,7 @@ class Batch:
     """
 
     sources: torch.Tensor
+    padding: torch.Tensor
     of_source: torch.Tensor
     tokens: torch.Tensor
     gold: torch.Tensor
@@ -45,7 +47,7 @@ class Batch:
 
 
 def make_batch(
-    sources: Sequence[Rows],
+    sources: Sequence[Source],
     outputs: Sequence[Rows],
     shape: Shape,
     prefixes: int,
@@ -61,8 +63,20 @@ def make_batch(
         row[: len(following)] = following
         last.append(outputs[i][max(0, done - shape.window) : done])
     tokens = windows(last, shape.window, shape.block)
-    arrays = (padded(sources), of_source, tokens, gold, committed)
+    joined = padded_states(sources) if sources[0].ndim == 2 else padded(sources)
+    lengths = np.array([[len(source)] for source in sources])
+    ended = np.arange(joined.shape[1]) >= lengths
+    arrays = (joined, ended, of_source, tokens, gold, committed)
     return Batch(*(torch.from_numpy(array) for array in arrays))
+
+
+def padded_states(sources: Sequence[Source]) -> npt.NDArray[np.float32]:
+    """float32[n, longest, width], zeros behind each source's states."""
+    longest = max(map(len, sources))
+    joined = np.zeros((len(sources), longest, sources[0].shape[1]), dtype=np.float32)
+    for row, states in zip(joined, sources, strict=True):
+        row[: len(states)] = states
+    return joined
 
 
 def glancing_loss(
@@ -75,9 +89,8 @@ def glancing_loss(
         smoothing: of labels.
         generator: chooses which ones, on the host.
     """
-    padding = batch.sources == PADDING
     memory = model.encode(batch.sources)[batch.of_source]
-    padding = padding[batch.of_source]
+    padding = batch.padding[batch.of_source]
     tokens, hidden = batch.tokens, batch.gold != PADDING
     if ratio > 0:
         with torch.no_grad():

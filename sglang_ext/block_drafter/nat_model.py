@@ -2,7 +2,8 @@
 
 Source: SpecDec (arXiv 2203.16487, section 3). There the decoder is run over all committed tokens
 in each step; here over a window of the last ones, so that a step costs the same however long the
-output is.
+output is. The encoder may be the target's (the paper's future work): then the memory is made of the
+target's states of the source, by a linear layer.
 """
 
 import math
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from sglang_ext.block_drafter.kept_tokens import PADDING, UNKNOWN
-from sglang_ext.block_drafter.shapes import Shape
+from sglang_ext.block_drafter.shapes import Shape, TargetStates
 
 
 class BlockModel(nn.Module):
@@ -20,12 +21,20 @@ class BlockModel(nn.Module):
     Attributes:
         embedding: of tokens and of what can be drafted (its weights are the output layer's too).
         slots: float[window + block, width], what a place of the decoder's input is.
+        states: of the target, which it reads; None: it has an encoder of its own.
     """
 
-    def __init__(self, shape: Shape, num_rows: int, num_classes: int, dropout: float = 0.1) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        num_rows: int,
+        num_classes: int,
+        dropout: float = 0.1,
+        states: TargetStates | None = None,
+    ) -> None:
         """num_rows, num_classes: KeptTokens' of these names."""
         super().__init__()
-        self.shape = shape
+        self.shape, self.states = shape, states
         self.num_classes = num_classes
         width = shape.width
         self.embedding = nn.Embedding(num_rows, width, padding_idx=PADDING)
@@ -35,12 +44,16 @@ class BlockModel(nn.Module):
         self.dropout = nn.Dropout(dropout)
         sizes = (width, shape.heads, shape.feedforward, dropout)
         settings = {"batch_first": True, "norm_first": True}
-        self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(*sizes, **settings),
-            shape.encoder_layers,
-            nn.LayerNorm(width),
-            enable_nested_tensor=False,
-        )
+        if states is None:
+            self.encoder = nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(*sizes, **settings),
+                shape.encoder_layers,
+                nn.LayerNorm(width),
+                enable_nested_tensor=False,
+            )
+        else:
+            self.of_states = nn.Linear(states.width, width)
+            self.states_norm = nn.LayerNorm(width)
         self.decoder = nn.TransformerDecoder(
             nn.TransformerDecoderLayer(*sizes, **settings),
             shape.decoder_layers,
@@ -51,11 +64,28 @@ class BlockModel(nn.Module):
         """float[n, s, width], the memory of sources.
 
         Args:
-            sources: int64[n, s], rows of the embedding, PADDING behind each; none is empty.
+            sources: int64[n, s], rows of the embedding, PADDING behind each; none is empty. Or
+                float[n, s, states.width], the target's states, anything behind each.
         """
+        if self.states is not None:
+            places = torch.arange(sources.shape[1], device=sources.device).expand(sources.shape[:2])
+            return self.dropout(self.remembered(sources, places))
         places = torch.arange(sources.shape[1], device=sources.device).expand_as(sources)
         hidden = self.dropout(self.embedded(sources, places))
         return self.encoder(hidden, src_key_padding_mask=sources == PADDING)
+
+    def remembered(self, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """float[..., s, width], the memory of the target's states.
+
+        Args:
+            states: float[..., s, states.width].
+            places: int64[..., s], where in the source each lies.
+        """
+        # A few numbers of a residual stream are far larger than the rest, and grow from layer to
+        # layer: what a state says lies in its direction.
+        even = nn.functional.layer_norm(states.float(), states.shape[-1:])
+        found: torch.Tensor = self.states_norm(self.of_states(even))
+        return found + sinusoids(places, self.shape.width)
 
     def decode(
         self,

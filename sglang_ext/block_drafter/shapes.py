@@ -64,6 +64,41 @@ class Shape:
         return shape
 
 
+@dataclass(frozen=True)
+class TargetStates:
+    """The target as the encoder: its residual stream at the source's tokens is what is read.
+
+    Attributes:
+        layer: behind so many of the target's layers.
+        width: of a state, the target's hidden size.
+    """
+
+    layer: int
+    width: int
+
+    def check(self) -> None:
+        """Raise ValueError, naming the field, if no target has such states."""
+        for name, most in (("layer", 1024), ("width", 1 << 16)):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ValueError(f"states.{name} must be a whole number of 1 to {most}: {value!r}")
+
+    @classmethod
+    def of(cls, values: Any) -> "TargetStates | None":
+        """What a manifest states; None: the drafter has an encoder of its own.
+
+        Raises:
+            ValueError: a field is missing, unknown or out of range.
+        """
+        if values is None:
+            return None
+        if not isinstance(values, dict) or set(values) != {"layer", "width"}:
+            raise ValueError("states must have the fields layer, width")
+        states = cls(**values)
+        states.check()
+        return states
+
+
 # By name: `base` is the paper's 6-6, `deep-shallow` its 12-2; the others are for CPUs.
 SHAPES = {
     "tiny": Shape(width=128, heads=4, feedforward=512, encoder_layers=2, decoder_layers=2),

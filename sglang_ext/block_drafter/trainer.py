@@ -99,7 +99,11 @@ class Trainer:
         self._checkpoints = Checkpoints(folder)
         torch.manual_seed(recipe.seed)
         self._model = BlockModel(
-            manifest.shape, data.kept.num_rows, data.kept.num_classes, recipe.dropout
+            manifest.shape,
+            data.kept.num_rows,
+            data.kept.num_classes,
+            recipe.dropout,
+            manifest.states,
         ).to(device)
         self._optimizer = torch.optim.Adam(
             self._model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.999)
@@ -189,7 +193,10 @@ class Trainer:
 
     def _averaged(self) -> BlockModel:
         model = BlockModel(
-            self._manifest.shape, self._data.kept.num_rows, self._data.kept.num_classes
+            self._manifest.shape,
+            self._data.kept.num_rows,
+            self._data.kept.num_classes,
+            states=self._manifest.states,
         )
         model.load_state_dict(self._checkpoints.average(self.step))
         return model.to(self._device).eval()
@@ -237,7 +244,9 @@ class Trainer:
         changeable = ("steps", "minutes", "patience", "checkpoint_s")
         recipe = {k: v for k, v in asdict(self._recipe).items() if k not in changeable}
         shape = asdict(self._manifest.shape)
-        return {"data": self._manifest.data.get("digest"), "shape": shape, "recipe": recipe}
+        found = {"data": self._manifest.data.get("digest"), "shape": shape, "recipe": recipe}
+        states = self._manifest.states
+        return found if states is None else found | {"states": asdict(states)}
 
     def _save_state(self) -> None:
         names = [name for name, _ in self._model.named_parameters()]

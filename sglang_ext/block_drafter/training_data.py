@@ -203,6 +203,11 @@ def source_rule(data: TrainingData, most_tokens: int) -> SourceRule:
 def source_of(prompt: npt.ArrayLike, rule: SourceRule) -> Tokens:
     """int32[s], the source within a whole prompt."""
     tokens = np.asarray(prompt, dtype=np.int32)
+    return tokens[source_span(tokens, rule)]
+
+
+def source_span(tokens: Tokens, rule: SourceRule) -> slice:
+    """Where the source lies within a whole prompt, int32[p]."""
     before, after = len(rule.before), len(rule.after)
     inner = len(tokens) - before - after
     if (
@@ -210,8 +215,10 @@ def source_of(prompt: npt.ArrayLike, rule: SourceRule) -> Tokens:
         and tuple(tokens[:before].tolist()) == rule.before
         and tuple(tokens[before + inner :].tolist()) == rule.after
     ):
-        tokens = tokens[before : before + inner]
-    return tokens[-rule.most_tokens :]
+        first, end = before, before + inner
+    else:
+        first, end = 0, len(tokens)
+    return slice(max(first, end - rule.most_tokens), end)
 
 
 def example_source(example: Example, rule: SourceRule) -> Tokens:

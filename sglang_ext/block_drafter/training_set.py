@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.block_drafter.block_predictor import Source, States
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, SourceRule
 from sglang_ext.block_drafter.kept_tokens import UNKNOWN, KeptTokens
 from sglang_ext.block_drafter.training_data import Example, TrainingData, example_source
@@ -21,9 +22,9 @@ _EMPTY_SOURCE = np.array([UNKNOWN])
 
 @dataclass(frozen=True)
 class Pairs:
-    """Sources and outputs of examples, int64[n] rows each."""
+    """Sources of examples, as BlockPredictor.encode takes them, and outputs, int64[n] rows each."""
 
-    sources: Sequence[Rows]
+    sources: Sequence[Source]
     outputs: Sequence[Rows]
 
     def __len__(self) -> int:
@@ -46,8 +47,12 @@ def make_training_set(
     vocab_size: int,
     most_outputs: int,
     most_sources: int,
+    states: Sequence[States] | None = None,
 ) -> TrainingSet:
     """Choose the kept tokens, and hold out every example of some sources.
+
+    Args:
+        states: of the target, of each example's source; its tokens are not read then.
 
     Raises:
         BlockDrafterError: there are too few different sources.
@@ -58,31 +63,48 @@ def make_training_set(
         _counts(sources, vocab_size),
         _counts([example.output for example in data.examples], vocab_size),
         most_outputs,
-        most_sources,
+        most_sources if states is None else 0,
         ends,
     )
+    read = _rows(sources, kept) if states is None else states
     return TrainingSet(
         kept,
-        _pairs(data.examples, sources, kept, [i for i in range(len(held)) if not held[i]]),
-        _pairs(data.examples, sources, kept, [i for i in range(len(held)) if held[i]]),
+        _pairs(data.examples, read, kept, [i for i in range(len(held)) if not held[i]]),
+        _pairs(data.examples, read, kept, [i for i in range(len(held)) if held[i]]),
     )
 
 
-def as_pairs(data: TrainingData, rule: SourceRule, kept: KeptTokens, most: int) -> Pairs:
-    """The first `most` examples as a drafter reads them."""
+def as_pairs(
+    data: TrainingData,
+    rule: SourceRule,
+    kept: KeptTokens,
+    most: int,
+    states: Sequence[States] | None = None,
+) -> Pairs:
+    """The first `most` examples as a drafter reads them.
+
+    Args:
+        states: as `make_training_set` takes them.
+    """
     examples = data.examples[:most]
-    sources = [example_source(example, rule) for example in examples]
-    return _pairs(examples, sources, kept, range(len(examples)))
+    read: Sequence[Source] | None = states
+    if read is None:
+        read = _rows([example_source(example, rule) for example in examples], kept)
+    return _pairs(examples, read, kept, range(len(examples)))
+
+
+def _rows(sources: Sequence[npt.NDArray[np.int32]], kept: KeptTokens) -> list[Rows]:
+    found = (kept.rows(source) for source in sources)
+    return [rows if len(rows) else _EMPTY_SOURCE for rows in found]
 
 
 def _pairs(
     examples: Sequence[Example],
-    sources: Sequence[npt.NDArray[np.int32]],
+    sources: Sequence[Source],
     kept: KeptTokens,
     which: Sequence[int],
 ) -> Pairs:
-    found = [kept.rows(sources[i]) for i in which]
-    found = [rows if len(rows) else _EMPTY_SOURCE for rows in found]
+    found = [sources[i] for i in which]
     return Pairs(found, [kept.output_rows(examples[i].output) for i in which])
 
 

@@ -21,6 +21,7 @@ from sglang_ext.budget.choice import knee, token_grid
 from sglang_ext.budget.cost_model import DELAYED_CUDA, NODE_READS_CUDA, CostModel
 from sglang_ext.models.cached_tables import CachedTable
 from sglang_ext.models.store import default_cache_dir
+from sglang_ext.options import Options
 from sglang_ext.whisper.encoder_decoder import runs_at_prefill_only
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,9 @@ def costs_of(runner: Any, tp_size: int) -> dict[int, float]:
         "prepacked": os.environ.get("SGLANG_EXT_CPU_PREPACK", "1"),
         "tp_size": tp_size,
     }
+    weights = Options.from_env().cpu_weights
+    if runner.device == "cpu" and weights != "fp32":
+        identity["weights"] = weights
     try:
         return forward_costs(runner.model, identity)
     except Exception:
@@ -135,8 +139,15 @@ def kv_read_s(runner: Any, costs: Mapping[int, float]) -> float:
 
 
 def _weight_bytes(model: torch.nn.Module) -> int:
-    layers = [layer for layer, _ in _linear_layers(model)]
-    return sum(p.nbytes for layer in layers for p in layer.parameters(recurse=False))
+    return sum(_read_bytes(layer) for layer, _ in _linear_layers(model))
+
+
+def _read_bytes(layer: Any) -> int:
+    """What a layer's product reads: packed weights (cpu/linear.py) may take less than loaded."""
+    packed = getattr(layer.quant_method, "read_bytes", None)
+    if packed is not None:
+        return int(packed(layer))
+    return sum(p.nbytes for p in layer.parameters(recurse=False))
 
 
 @torch.inference_mode()

@@ -10,9 +10,9 @@ from typing import Any, Protocol, TextIO
 
 from rich.cells import cell_len
 
-from sglang_ext.captions.sentences import Sentence
+from sglang_ext.api.translation.sentence_translations import Translated
 from sglang_ext.captions.session_summary import Summary
-from sglang_ext.captions.translation import Translated
+from speech.sentences import Sentence
 
 _LIVE_SENTENCES = 4
 _DIM, _PLAIN, _ERASE_BELOW = "\x1b[2m", "\x1b[22m", "\x1b[0J"

@@ -5,13 +5,13 @@ import contextlib
 import time
 from collections.abc import Sequence
 
+from sglang_ext.api.translation.sentence_translations import LiveTranslation, Translated
 from sglang_ext.captions.display import Display, DisplayError, Moment
 from sglang_ext.captions.playback import Playback
-from sglang_ext.captions.sentences import Sentence, Sentences
 from sglang_ext.captions.session_summary import Delays, Erasure, Summary
-from sglang_ext.captions.translation import LiveTranslation, Translated
 from speech.agreement import split_words
 from speech.audio import AudioError
+from speech.sentences import Sentence, Sentences
 from speech.streaming import StreamingRecognizer, Update
 
 _SAME_ERROR_S = 10.0  # an error is shown again after so long

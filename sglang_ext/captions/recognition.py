@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from sglang_ext.captions.calls import RequestError, call
+from sglang_ext.api.calls import RequestError, call
 from speech.audio import SAMPLE_RATE
 from speech.streaming import Span, Window
 

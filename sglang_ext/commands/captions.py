@@ -8,26 +8,20 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_ext import extras
-from sglang_ext.api.languages import NAMES
+from sglang_ext.captions.captions_options import CaptionsError, add_options, check
 from sglang_ext.servers.processes import end_as_ctrl_c
 
 if TYPE_CHECKING:
     import numpy as np
 
     from sglang_ext.captions.display import Display
+    from sglang_ext.captions.page_servers import PageServers
 
-DEFAULT_ASR_MODEL = "whisper-base"
-DEFAULT_DRAFT_MODEL = "whisper-tiny.en"
 _FAILED = 1
 _USAGE_ERROR = 2
-
-
-class CaptionsError(Exception):
-    """What went wrong, in a line."""
 
 
 def add_commands(commands: Any) -> None:
@@ -39,67 +33,8 @@ def add_commands(commands: Any) -> None:
         "their translation. Without --translate-url and --translate-model there are only captions.",
         allow_abbrev=False,
     )
-    _add_servers(command)
-    _add_captions(command)
+    add_options(command)
     command.set_defaults(func=run)
-
-
-def _add_servers(command: argparse.ArgumentParser) -> None:
-    """The audio, and what recognises and translates it."""
-    command.add_argument(
-        "file",
-        metavar="FILE",
-        help="audio or video; -: standard input, wav or raw s16le 16 kHz mono",
-    )
-    asr = command.add_mutually_exclusive_group()
-    asr.add_argument("--asr-url", metavar="URL", help="a running Whisper server, http://HOST:PORT")
-    asr.add_argument(
-        "--asr-model",
-        default=DEFAULT_ASR_MODEL,
-        help="path, hub id or name of the Whisper to start a server with [%(default)s]",
-    )
-    command.add_argument(
-        "--draft-model",
-        default=DEFAULT_DRAFT_MODEL,
-        help="smaller Whisper that drafts for --asr-model on a CPU; none: none [%(default)s]",
-    )
-    command.add_argument("--asr-flags", default="", help="further flags of the server that starts")
-    translate = command.add_mutually_exclusive_group()
-    translate.add_argument("--translate-url", metavar="URL", help="a running server with SSBD")
-    translate.add_argument(
-        "--translate-model", help="path, hub id or name of the model to start a server with"
-    )
-    command.add_argument("--translate-flags", default="", help="the same for the second server")
-
-
-def _add_captions(command: argparse.ArgumentParser) -> None:
-    """Options of the captions, and the key."""
-    command.add_argument(
-        "--source-language", default="English", help="name or ISO 639-1 code [%(default)s]"
-    )
-    command.add_argument("--target-language", default="French", help="the same [%(default)s]")
-    command.add_argument("--prompt", default="", help="names and words that may come up")
-    command.add_argument(
-        "--step", type=float, default=1.0, help="seconds between hypotheses [%(default)g]"
-    )
-    command.add_argument(
-        "--silence", type=float, default=1.5,
-        help="seconds of silence that end what was said [%(default)g]",
-    )  # fmt: skip
-    command.add_argument(
-        "--mask", type=int, default=0, help="tokens of a translation held as unstable [%(default)d]"
-    )
-    command.add_argument(
-        "--beta", type=float, help="bias towards the last translation, 0 to 1 [the server's]"
-    )
-    command.add_argument(
-        "--speed", type=float, default=1.0,
-        help="1 is real time; 0: as fast as recognition goes [%(default)g]",
-    )  # fmt: skip
-    command.add_argument("--json-lines", type=Path, metavar="FILE", help="log every update")
-    command.add_argument(
-        "--api-key", default=os.environ.get("OPENAI_API_KEY", ""), help="[$OPENAI_API_KEY]"
-    )
 
 
 @end_as_ctrl_c()
@@ -110,8 +45,12 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         extras.require("captions", ["speech"])
-        language = _check(args)
+        language = check(args)
+        if args.page:
+            _serve_page(args)
         blocks, displays = _open(args.file), _displays(args)
+        if args.translate:
+            return 0 if _translate(args, blocks, displays, language[0]) else _FAILED
         with _servers(args) as urls:
             complete = asyncio.run(_caption(args, blocks, displays, language, *urls))
         return 0 if complete else _FAILED
@@ -120,36 +59,72 @@ def run(args: argparse.Namespace) -> int:
         return _USAGE_ERROR
 
 
-def _check(args: argparse.Namespace) -> tuple[str, str]:
-    """The source language's ISO code and name; what can be wrong is found before servers start.
+def _page_servers(args: argparse.Namespace) -> "PageServers":
+    """The servers that are to be started."""
+    from sglang_ext.captions.page_servers import PageServers
+
+    return PageServers(
+        args.asr_model,
+        _asr_flags(args),
+        args.translate_model,
+        _translate_flags(args),
+        _base(args.translate_url) if args.translate_url else None,
+        args.api_key if args.translate_url else "",
+        args.port,
+    )
+
+
+def _translate(
+    args: argparse.Namespace,
+    blocks: "Iterator[np.ndarray]",
+    displays: "list[Display]",
+    language: str,
+) -> bool:
+    """Caption and translate by a server's WebSocket; returns whether all of it was.
 
     Raises:
-        CaptionsError: an option is wrong.
+        CaptionsError: the server does not take the session.
+        ServerError: one did not start.
     """
-    for name in ("asr_url", "translate_url"):
-        url = getattr(args, name)
-        parts = urlsplit(url or "http://default")
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise CaptionsError(f"--{name.replace('_', '-')} {url}: expected http://HOST:PORT")
-    if not args.step >= 0.1:
-        raise CaptionsError(f"--step {args.step:g}: expected 0.1 seconds or more")
-    if not 0.1 <= args.silence <= 10:
-        raise CaptionsError(f"--silence {args.silence:g}: expected 0.1 to 10 seconds")
-    if not 0 <= args.speed < float("inf"):
-        raise CaptionsError(f"--speed {args.speed:g}: expected 0 or more")
-    if args.mask < 0:
-        raise CaptionsError(f"--mask {args.mask}: expected 0 or more")
-    if args.beta is not None and not 0 <= args.beta <= 1:
-        raise CaptionsError(f"--beta {args.beta:g}: expected a number from 0 to 1")
-    codes = {name.casefold(): code for code, name in NAMES.items()}
-    given = args.source_language.strip().casefold()
-    code = given if given in NAMES else codes.get(given)
-    if code is None:
-        raise CaptionsError(
-            f"--source-language {args.source_language}: expected a language's English name or "
-            "ISO 639-1 code"
-        )
-    return code, NAMES[code]
+    from sglang_ext.captions.live_captions import Captions
+    from sglang_ext.captions.page_servers import running
+    from sglang_ext.captions.playback import Playback
+    from sglang_ext.captions.socket_captions import SocketCaptions, pcm_settings
+
+    session = {
+        "audio": {
+            "input": pcm_settings(args.silence, language, args.prompt),
+            "output": {"language": args.translate},
+        },
+        "sglang_ext": {
+            "step_ms": round(args.step * 1000),
+            "mask": args.mask,
+            "beta": args.beta,
+            "finished_only": args.finished_only,
+        },
+    }
+    with contextlib.ExitStack() as stack:
+        url, key = _base(args.asr_url or ""), args.api_key
+        if not url:
+            servers = stack.enter_context(running(_page_servers(args)))
+            for server in servers:
+                server.wait()
+            url, key = servers[0].url, ""
+        playback = Playback(blocks, args.speed)
+        captions = Captions(playback, displays, translated=True)
+        return asyncio.run(SocketCaptions(captions, playback, session).run(url, key))
+
+
+def _serve_page(args: argparse.Namespace) -> NoReturn:
+    """Serve the captions page.
+
+    Raises:
+        ServerError: a server did not start, or has ended.
+        KeyboardInterrupt: Ctrl-C.
+    """
+    from sglang_ext.captions.page_servers import serve
+
+    serve(_page_servers(args))
 
 
 def _open(file: str) -> "Iterator[np.ndarray]":
@@ -192,7 +167,7 @@ def _displays(args: argparse.Namespace) -> "list[Display]":
 
 
 def _translates(args: argparse.Namespace) -> bool:
-    return bool(args.translate_url or args.translate_model)
+    return bool(args.translate or args.translate_url or args.translate_model)
 
 
 @contextlib.contextmanager
@@ -202,31 +177,36 @@ def _servers(args: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
     Raises:
         ServerError: one did not start.
     """
-    from sglang_ext.cpu.install import wants_cpu_engine
     from sglang_ext.servers.started_server import started
 
     with contextlib.ExitStack() as stack:
         starting = {}
         if not args.asr_url:
-            flags = shlex.split(args.asr_flags)
-            if args.draft_model != "none" and wants_cpu_engine():
-                flags = [
-                    "--speculative-algorithm",
-                    "SSSD",
-                    "--draft-model",
-                    args.draft_model,
-                    *flags,
-                ]
-            starting["asr"] = stack.enter_context(started(args.asr_model, flags))
+            starting["asr"] = stack.enter_context(started(args.asr_model, _asr_flags(args)))
         if args.translate_model:
-            flags = ["--speculative-algorithm", "SSSD", "--drafters", "ssbd"]
-            flags += shlex.split(args.translate_flags)
-            starting["translate"] = stack.enter_context(started(args.translate_model, flags))
+            server = started(args.translate_model, _translate_flags(args))
+            starting["translate"] = stack.enter_context(server)
         urls = {name: server.wait().url for name, server in starting.items()}
         yield (
             urls["asr"] if "asr" in urls else _base(args.asr_url),
             urls.get("translate") or (_base(args.translate_url) if args.translate_url else None),
         )
+
+
+def _asr_flags(args: argparse.Namespace) -> list[str]:
+    """Flags of a Whisper server that is started here."""
+    from sglang_ext.cpu.install import wants_cpu_engine
+
+    flags = shlex.split(args.asr_flags)
+    if args.draft_model == "none" or not wants_cpu_engine():
+        return flags
+    return ["--speculative-algorithm", "SSSD", "--draft-model", args.draft_model, *flags]
+
+
+def _translate_flags(args: argparse.Namespace) -> list[str]:
+    """Flags of a text server that is started here."""
+    flags = ["--speculative-algorithm", "SSSD", "--drafters", "ssbd"]
+    return flags + shlex.split(args.translate_flags)
 
 
 def _base(url: str) -> str:
@@ -246,11 +226,11 @@ async def _caption(
     Raises:
         CaptionsError: a server does not take the settings.
     """
-    from sglang_ext.captions.calls import RequestError, client
+    from sglang_ext.api.calls import RequestError, client
+    from sglang_ext.api.translation.sentence_translations import LiveTranslation
     from sglang_ext.captions.live_captions import Captions, follow
     from sglang_ext.captions.playback import Playback
     from sglang_ext.captions.recognition import Recognition, served_model
-    from sglang_ext.captions.translation import LiveTranslation
     from speech.streaming import StreamingRecognizer, StreamOptions
 
     code, name = language
@@ -263,14 +243,15 @@ async def _caption(
             model = await served_model(asr)
             if translate_url is not None:
                 key = args.api_key if args.translate_url else ""
+                settings = {
+                    "source_language": name,
+                    "target_language": args.target_language,
+                    "mask": args.mask,
+                    "beta": args.beta,
+                }
                 translation = LiveTranslation(
                     await stack.enter_async_context(client(translate_url, key)),
-                    {
-                        "source_language": name,
-                        "target_language": args.target_language,
-                        "mask": args.mask,
-                        "beta": args.beta,
-                    },
+                    lambda _: settings,
                     captions.translation,
                     captions.error,
                 )

@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_ext.cpu.attention_kernel import attend
 from sglang_ext.cpu.shared_cores import watch_cores
+from sglang_ext.whisper.cross_attention import FrameReader
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -137,6 +138,9 @@ def encoder_slots(batch: "ForwardBatch", rows: np.ndarray) -> VisibleSlots:
 class TreeAttentionBackend(AttentionBackend):
     """Attention on CPUs for decoder-only and encoder-decoder models, fp32, with draft trees.
 
+    Attributes:
+        reader: takes in the cross-attention of the passes that are run; None: nobody asks.
+
     Raises:
         ValueError: for models that it cannot serve, when the server starts.
     """
@@ -161,6 +165,7 @@ class TreeAttentionBackend(AttentionBackend):
                 f"{runner.kv_cache_dtype}; use --dtype float32 and --kv-cache-dtype auto."
             )
         self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+        self.reader: FrameReader | None = None
         self._slots: VisibleSlots | None = None
         self._variants: dict[str | int, VisibleSlots] = {}
         warm_up()
@@ -215,6 +220,15 @@ class TreeAttentionBackend(AttentionBackend):
             np.float32(layer.logit_cap or 0.0),
             self._threads if slots.pairs * layer.tp_q_head_num >= _PARALLEL_FROM else 1,
         )
+        if self.reader is not None and layer.is_cross_attention:
+            self.reader.read(
+                layer.layer_id,
+                query,
+                pool.get_key_buffer(layer.layer_id),
+                self.req_to_token_pool.req_to_token,
+                torch.from_numpy(slots.row),
+                layer.scaling,
+            )
         return out.view(tokens, -1)
 
     # Decode, extend and verify differ in the visible slots only.

@@ -15,7 +15,9 @@ from sglang_ext.cuda import backends
 from sglang_ext.cuda.clock import StepClock
 from sglang_ext.cuda.graphs import WidthGraphs
 from sglang_ext.cuda.prefill import DevicePrefill
+from sglang_ext.cuda.warm_up import warm_up
 from sglang_ext.cuda.widths import default_widths
+from sglang_ext.drafters import DrafterError
 from sglang_ext.options import Options
 from sglang_ext.step.runtime import StepRuntime
 from sglang_ext.step.step_plan import Step
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
 
+    from sglang_ext.step.drafter_choice import CountedStep
     from sglang_ext.step.planner import DraftPlanner
     from sglang_ext.step.request_table import RunningRequest
 
@@ -42,6 +45,7 @@ class _LaunchedTrees:
     Attributes:
         greedy: whether every node has the target's token, not only the accepted ones.
         result: whose `learned` comes to the host.
+        counted: what is measured of drafters that were chosen; None: nothing.
     """
 
     running: "Sequence[RunningRequest]"
@@ -49,6 +53,7 @@ class _LaunchedTrees:
     packed: PackedTrees
     greedy: bool
     result: StepResult
+    counted: "CountedStep | None"
 
 
 class DeviceRuntime(StepRuntime):
@@ -58,11 +63,19 @@ class DeviceRuntime(StepRuntime):
         target: SGLang's worker.
         planner: who learns.
         drafts: whether drafts may be read behind prompts (DevicePrefill).
+
+    Raises:
+        DrafterError: a drafter wants the target's states of prompts.
     """
 
     on_host: ClassVar[bool] = False
 
     def __init__(self, target: "TpModelWorker", planner: "DraftPlanner", drafts: bool) -> None:
+        if any(drafter.prompt_layer for drafter in planner.drafters.values()):
+            raise DrafterError(
+                "a drafter with the target's encoder is served on CPUs alone; train one with "
+                "--encoder own"
+            )
         self._runner = target.model_runner
         self._planner = planner
         self._device = self._runner.device
@@ -81,9 +94,10 @@ class DeviceRuntime(StepRuntime):
         backends.prepare(self._runner.attn_backend, self._runner)
 
     def capture_graphs(self, options: Options) -> None:
-        """Capture a graph set for each width; steps have these widths from now on."""
+        """Capture a graph set for each width, and load the kernels that no graph holds."""
         self._graphs = WidthGraphs(self._runner, options)
         self._planner.use_widths(self._graphs.widths, self._graphs.padded_batch)
+        warm_up(self._graphs.widths, self._device)
 
     def open_exit(self, options: Options) -> None:
         """None is opened: passes run in captured graphs, which call no hook of a layer."""
@@ -106,7 +120,12 @@ class DeviceRuntime(StepRuntime):
             said, index = np.hsplit(launched.result.learned.numpy(), 2)
             predicted = said if launched.greedy else None
             self._planner.observe(
-                launched.running, launched.trees, launched.packed, index, predicted
+                launched.running,
+                launched.trees,
+                launched.packed,
+                index,
+                predicted,
+                launched.counted,
             )
             self._planner.note_relaxed(launched.result.relaxed)
         self.note_ended()
@@ -133,10 +152,11 @@ class DeviceRuntime(StepRuntime):
     def passing(self, step: Step, read: float) -> Iterator[None]:
         """Time the pass by events, on the graph of its width."""
         width = step.width
+        step.counted = counted = self._planner.take_counted()
         tokens = self._padded_batch(len(step.batch.reqs)) * width
 
         def note(seconds: float) -> None:
-            self._planner.note_step(tokens, seconds, read, width > 1)
+            self._planner.note_step(tokens, seconds, read, width > 1, counted)
 
         self._clock.begin()
         with self._at_width(width):
@@ -169,7 +189,9 @@ class DeviceRuntime(StepRuntime):
         """Have what the step shows come to the host with the readback of `result`."""
         result.learned = accepted.learned
         greedy = step.batch.sampling_info.is_all_greedy
-        self._to_learn = _LaunchedTrees(step.running, step.trees, step.packed, greedy, result)
+        self._to_learn = _LaunchedTrees(
+            step.running, step.trees, step.packed, greedy, result, step.counted
+        )
 
     def clear(self) -> None:
         """Forget running requests, and what is still to be learned of them."""

@@ -42,6 +42,11 @@ class DraftRequest:
             None for a request of text.
         state: whatever the drafter wants to keep with the request; None at first.
         options: what of `custom_params` all drafters read alike: namespace, ingest and others.
+        retrieve: whether SSSD is to draft beside a drafter that can have it do so, by the server's
+            choice for this request (`--drafter auto`); None: as the drafter's own options say.
+        prompt_states: the target's states of a part of the prompt, from its first place to behind
+            its last, to be asked for from `start` on; None: the drafter asks for none
+            (`Drafter.prompt_layer`).
     """
 
     rid: str
@@ -51,11 +56,27 @@ class DraftRequest:
     features: "torch.Tensor | None" = None
     state: Any = None
     options: RequestOptions = field(default_factory=RequestOptions)
+    retrieve: bool | None = None
+    prompt_states: "Callable[[int, int], PromptStates] | None" = None
 
     @property
     def deletion_name(self) -> str:
         """What its output can be deleted by: the name that it was given, or the request's id."""
         return self.options.ingest_name or self.rid
+
+
+@dataclass(frozen=True)
+class PromptStates:
+    """The target's residual stream at a part of a prompt.
+
+    Attributes:
+        states: float16[n, hidden size] on the host, each with mean 0 and variance 1.
+        places: int64[n], where in that part they lie, ascending; the others are not known: tokens
+            that another request has written, which were not read as a prompt.
+    """
+
+    states: "torch.Tensor"
+    places: "torch.Tensor"
 
 
 @dataclass(frozen=True)
@@ -209,6 +230,21 @@ class Drafter(ABC):
         The early exit is computed only where a drafter of the server uses it.
         """
         return overrides(self, Drafter.early_exit)
+
+    def wants_early_exit(self, request: DraftRequest) -> bool:
+        """Whether `early_exit` is to be called for this request, asked in each step; default: yes.
+
+        A pass in which no request wants it computes none.
+        """
+        return True
+
+    @property
+    def prompt_layer(self) -> int:
+        """Behind so many of the target's layers its states of prompts are kept for this drafter.
+
+        0: none are; above: `DraftRequest.prompt_states` gives them. On CPUs alone.
+        """
+        return 0
 
     def bias(self, request: DraftRequest) -> Bias | None:
         """Say what the request's next tokens are biased to; None: nothing.

@@ -9,6 +9,7 @@ decoding with a draft model. The executor is `sglang_ext.mirror.executor`.
 import time
 from collections.abc import Mapping, Sequence
 from itertools import count
+from typing import Any
 from weakref import WeakValueDictionary, finalize
 
 import numpy as np
@@ -24,8 +25,10 @@ from sglang_ext.mirror.executor_client import (
 )
 from sglang_ext.mirror.executor_settings import check_tokenizer, settings_of
 from sglang_ext.mirror.exit_view import ExitView
+from sglang_ext.mirror.foresight import Foreseen, Foresight
 from sglang_ext.mirror.lm_loading import DraftModelError
 from sglang_ext.mirror.messages import Kind
+from sglang_ext.mirror.mirror_options import PARAMETER, MirrorOptions
 from sglang_ext.mirror.mirrored_text import MirroredText
 from sglang_ext.mirror.pacing import Pacing
 from sglang_ext.mirror.payoff import kappa_for
@@ -61,15 +64,31 @@ class MirrorDrafter(Drafter):
         self._pacing = Pacing()
         self._executor: dict[str, float] = {}
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
+        self._foresight = Foresight()
 
     @property
     def counters(self) -> Mapping[str, float]:
         """Totals since the start; those of the draft model are the running executor's."""
+        connection = self._client.connection
+        if connection is not None:
+            self._hear(connection)
         waited = self._counters["waited_seconds"]
         hidden = max(0.0, self._executor.get("draft_seconds", 0.0) - waited)
         restarts = float(self._client.restarts)
         mine = {**self._counters, "hidden_seconds": hidden, "executor_restarts": restarts}
-        return {**self._executor, **mine}
+        return {**self._executor, **self._foresight.counters, **mine}
+
+    @staticmethod
+    def check(params: Mapping[str, Any]) -> None:
+        """Refuse custom_params that this drafter cannot use.
+
+        Raises:
+            ValueError: custom_params.mirror has an unknown name or a value of the wrong kind.
+        """
+        try:
+            MirrorOptions.parse(params.get(PARAMETER))
+        except ValueError as error:
+            raise ValueError(f"custom_params.{error}") from None
 
     @property
     def uses_early_exit(self) -> bool:
@@ -104,6 +123,9 @@ class MirrorDrafter(Drafter):
             self._hear(connection)  # in steps without a look too: its answers are not to pile up
         text: MirroredText = request.state
         self._pacing.note_draft(*text.agreed(tokens))
+        if text.view is not None and tokens:
+            self._foresight.note(text.view, tokens)
+        text.view = None
         text.extend(tokens)
         self._tell(request)
 
@@ -112,25 +134,34 @@ class MirrorDrafter(Drafter):
         request.state = None
         self._close_left()
 
+    def wants_early_exit(self, request: DraftRequest) -> bool:
+        """Whether the request lets drafts be made ahead."""
+        text = request.state
+        return isinstance(text, MirroredText) and text.options.exit
+
     def early_exit(self, requests: Sequence[DraftRequest], view: ExitView) -> None:
         """Pass on what the target is about to say, so that its outcomes are drafted now."""
         connection = self._client.connection
         if connection is None:
             return
-        kappa = min(view.candidates.shape[2], kappa_for(len(requests)))
+        most = kappa_for(len(requests), view.candidates.shape[2])
         rows = {rid: row for row, rid in enumerate(view.rids)}
         records: list[Record] = []
         for request in requests:
             text, row = request.state, rows.get(request.rid)
             if row is None or not isinstance(text, MirroredText) or not text.follows:
                 continue
+            nodes, kappa = view.counts[row], min(most, text.options.kappa or most)
+            text.view = seen = Foreseen(
+                view.tokens[row, :nodes], view.parents[row, :nodes], view.candidates[row, :nodes]
+            )
             records += messages.view_records(
                 text.number,
                 text.length,
-                view.tokens[row, : view.counts[row]],
-                view.parents[row, : view.counts[row]],
-                view.candidates[row, : view.counts[row], :kappa],
-                view.logprobs[row, : view.counts[row], :kappa],
+                seen.tokens,
+                seen.parents,
+                seen.candidates[:, :kappa],
+                view.logprobs[row, :nodes, :kappa],
                 view.started,
             )
             text.viewed = True
@@ -207,7 +238,8 @@ class MirrorDrafter(Drafter):
     # The channel
 
     def _open(self, request: DraftRequest) -> MirroredText:
-        request.state = text = MirroredText(request.prompt)
+        options = MirrorOptions.parse(request.params.get(PARAMETER))
+        request.state = text = MirroredText(request.prompt, options)
         self._texts[text.number] = text
         # Whichever way the request leaves: of one that was retracted no `finish` is heard.
         finalize(text, self._left.append, text.number).atexit = False

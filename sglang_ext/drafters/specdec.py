@@ -8,6 +8,7 @@ the block is unsure, and SSSD's nodes beside it in one tree, are ours (docs/spec
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,9 +18,15 @@ from sglang.srt.environ import envs
 from sglang_ext.block_drafter.block_predictor import BlockPredictor, SourceMemory
 from sglang_ext.block_drafter.block_trees import block_tree
 from sglang_ext.block_drafter.drafter_files import load_drafter
-from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, check_target, target_name
-from sglang_ext.block_drafter.training_data import Tokens, source_of
+from sglang_ext.block_drafter.drafter_manifest import (
+    BlockDrafterError,
+    check_target,
+    read_manifest,
+    target_name,
+)
+from sglang_ext.block_drafter.training_data import Tokens, source_of, source_span
 from sglang_ext.drafters import Drafter, DrafterContext, DrafterError, DraftRequest, load
+from sglang_ext.options import Options
 from sglang_ext.request_options import DrafterOptions
 from sglang_ext.tree import TokenTree, merged
 
@@ -65,6 +72,10 @@ class BlockOptions(DrafterOptions):
 @dataclass
 class _State:
     options: BlockOptions
+    retrieves: bool
+    """Whether SSSD drafts too."""
+    asked: bool = False
+    """Whether the target's states were asked for."""
     memory: SourceMemory | None = None
     """The encoded source; None: not yet."""
     retrieved: DraftRequest | None = None
@@ -109,6 +120,7 @@ class BlockDrafter(Drafter):
         self._ends = frozenset(self._manifest.ends) | context.eos_token_ids
         self._retrieves = context.options.specdec_retrieve
         self._retrieval = load("sssd", context)
+        self._shares = self._manifest.states
         self._counters = {"sources": 0.0, "source_tokens": 0.0, "passes": 0.0, "blocks": 0.0}
         logger.info(
             "SpecDec drafter: %s, k %d, %s tokens, held out %s",
@@ -129,6 +141,11 @@ class BlockDrafter(Drafter):
             options = BlockOptions.parse(params.get(PARAMETER))
         except ValueError as error:
             raise ValueError(f"custom_params.{error}") from None
+        if options.source is not None and _reads_target(Options.from_env().draft_model):
+            raise ValueError(
+                f"custom_params.{PARAMETER}.source must be left out: this server's drafter reads "
+                "the target's states of the prompt"
+            )
         # As in drafters/ssbd.py: SGLang's msgspec messages hold no list within an object.
         if isinstance(options.source, tuple) and not envs.SGLANG_USE_PICKLE_IPC.get():
             raise ValueError(
@@ -142,27 +159,38 @@ class BlockDrafter(Drafter):
         return self._counters
 
     def prefill(self, requests: Sequence[DraftRequest]) -> None:
-        """Encode the sources of all, in one pass."""
+        """Encode the sources of all, in one pass, where the drafter has an encoder of its own."""
         for request in requests:
-            request.state = _State(self._options(request))
-        self._encode(requests)
+            request.state = self._opened(request)
+        if self._shares is None:
+            self._encode(requests)
+
+    @property
+    def prompt_layer(self) -> int:
+        """The layer behind which a drafter that shares the target's encoder reads it."""
+        return 0 if self._shares is None else self._shares.layer
 
     def prefill_draft(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
-        """The chain of each request's first block, before its first token."""
+        """The chain of each request's first block, before its first token.
+
+        Where the target is the encoder, it has yet to read.
+        """
+        if self._shares is not None:
+            return [TokenTree.empty()] * len(requests)
         self._encode([r for r in requests if self._state(r).memory is None])
         return self._drafted(requests, max_nodes, [1] * len(requests))
 
     def start(self, request: DraftRequest) -> None:
         """Take up a request; one that no prefill was told of is encoded in its first step."""
         if request.state is None:
-            request.state = _State(self._options(request))
+            request.state = self._opened(request)
 
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         """A tree for each, of one decoder pass for all; with SSSD's nodes where it is asked too."""
         self._encode([r for r in requests if self._state(r).memory is None])
         branches = [self._state(r).options.branches or self._choices for r in requests]
         trees = self._drafted(requests, max_nodes, branches)
-        rows = [i for i, r in enumerate(requests) if self._asks_retrieval(self._state(r))]
+        rows = [i for i, r in enumerate(requests) if self._state(r).retrieves]
         if rows:
             found = self._retrieval.propose([self._retrieved(requests[i]) for i in rows], max_nodes)
             for i, tree in zip(rows, found, strict=True):
@@ -178,21 +206,30 @@ class BlockDrafter(Drafter):
         self, requests: Sequence[DraftRequest], max_nodes: int, branches: Sequence[int]
     ) -> list[TokenTree]:
         window = self._manifest.shape.window
+        memories = [self._state(r).memory for r in requests]
+        known = [i for i, memory in enumerate(memories) if memory is not None]
+        trees = [TokenTree.empty()] * len(requests)
+        if not known:
+            return trees
         blocks = self._predictor.predict(
-            [memory for r in requests if (memory := self._state(r).memory) is not None],
-            [self._kept.output_rows(r.output[-window:]) for r in requests],
-            [len(r.output) for r in requests],
-            max(branches),
+            [memory for memory in memories if memory is not None],
+            [self._kept.output_rows(requests[i].output[-window:]) for i in known],
+            [len(requests[i].output) for i in known],
+            max(branches[i] for i in known),
         )
         self._counters["passes"] += 1
         self._counters["blocks"] += len(blocks)
-        return [
-            block_tree(block.narrowed(n), self._kept, max_nodes, self._ends)
-            for block, n in zip(blocks, branches, strict=True)
-        ]
+        for i, block in zip(known, blocks, strict=True):
+            narrowed = block.narrowed(branches[i])
+            trees[i] = block_tree(narrowed, self._kept, max_nodes, self._ends)
+        return trees
 
     def _encode(self, requests: Sequence[DraftRequest]) -> None:
         if not requests:
+            return
+        if self._shares is not None:
+            for request in requests:
+                self._remember(request)
             return
         sources = [self._source(r) for r in requests]
         for request, source, memory in zip(
@@ -205,6 +242,19 @@ class BlockDrafter(Drafter):
             self._counters["source_tokens"] += len(source)
         self._counters["sources"] += len(requests)
 
+    def _remember(self, request: DraftRequest) -> None:
+        """Take the target's states of a source; without any the block drafter is silent."""
+        state = self._state(request)
+        if state.asked or request.prompt_states is None:
+            return
+        state.asked = True
+        span = source_span(np.asarray(request.prompt, dtype=np.int32), self._manifest.source)
+        found = request.prompt_states(span.start, span.stop)
+        if len(found.places):
+            state.memory = self._predictor.remember(found.states, found.places)
+            self._counters["sources"] += 1
+            self._counters["source_tokens"] += len(found.places)
+
     def _source(self, request: DraftRequest) -> Tokens:
         """int32[s], what the encoder reads."""
         rule = self._manifest.source
@@ -215,6 +265,11 @@ class BlockDrafter(Drafter):
             given = self._tokenizer(given, add_special_tokens=False)["input_ids"]
         known = [token for token in given if token < self._manifest.vocab_size]
         return np.array(known[-rule.most_tokens :], dtype=np.int32)
+
+    def _opened(self, request: DraftRequest) -> _State:
+        options = self._options(request)
+        said = (options.retrieve, request.retrieve, self._retrieves)
+        return _State(options, next(given for given in said if given is not None))
 
     def _options(self, request: DraftRequest) -> BlockOptions:
         try:
@@ -228,10 +283,6 @@ class BlockDrafter(Drafter):
     def _state(request: DraftRequest) -> _State:
         state: _State = request.state
         return state
-
-    def _asks_retrieval(self, state: _State) -> bool:
-        given = state.options.retrieve
-        return self._retrieves if given is None else given
 
     def _retrieved(self, request: DraftRequest) -> DraftRequest:
         state = self._state(request)
@@ -251,6 +302,15 @@ def _both(drafted: TokenTree, retrieved: TokenTree, max_nodes: int) -> TokenTree
     if not len(drafted) or not len(retrieved):
         return drafted if len(drafted) else retrieved
     return merged([drafted, retrieved], max_nodes)
+
+
+@cache
+def _reads_target(folder: str) -> bool:
+    """Whether the drafter in a folder has the target for its encoder."""
+    try:
+        return read_manifest(folder).states is not None
+    except BlockDrafterError:  # the start has told of it, or another server's folder is meant
+        return False
 
 
 def _tokenizer(context: DrafterContext) -> Any:

@@ -34,10 +34,12 @@ class DraftText:
     Args:
         tokens: its beginning, at least one.
         cache: an empty one.
+        guesses: whether the text itself may draft for the draft model (`guess`).
     """
 
-    def __init__(self, tokens: Sequence[int], cache: TreeCache) -> None:
+    def __init__(self, tokens: Sequence[int], cache: TreeCache, guesses: bool = True) -> None:
         self.tokens = list(tokens)
+        self._guesses = guesses
         self.cache = cache
         self._key = text_keys.of_text(self.tokens)
         self.tree = HypothesisTree(self.tokens[-1], self._key)
@@ -119,6 +121,8 @@ class DraftText:
 
         Retrieval as SSSD's, from the request's own tokens.
         """
+        if not self._guesses:
+            return []
         if self._trie is None:
             self._trie = InputTrie()
         self._trie.extend(self.tokens[len(self._trie) :])

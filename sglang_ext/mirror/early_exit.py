@@ -38,6 +38,20 @@ logger = logging.getLogger(__name__)
 Told = Callable[[npt.NDArray[np.int32], npt.NDArray[np.float32]], None]
 
 
+@dataclass
+class Look:
+    """When a pass came to its early exit, and what that took.
+
+    Attributes:
+        reached_at: seconds of time.perf_counter; None: it did not, as it was not asked to, or the
+            exit is closed.
+        seconds: of the answer, handing it out included.
+    """
+
+    reached_at: float | None = None
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class _Wanted:
     """What the pass that runs is asked for.
@@ -46,11 +60,13 @@ class _Wanted:
         rows: int64[n], of the pass's tokens; None: of all.
         total: how many tokens the pass has.
         told: gets the answer.
+        look: is filled in when it does.
     """
 
     rows: torch.Tensor | None
     total: int
     told: Told
+    look: Look
 
 
 class EarlyExit:
@@ -79,17 +95,17 @@ class EarlyExit:
     @contextmanager
     def watching(
         self, rows: npt.NDArray[np.int64] | None, total: int, told: Told
-    ) -> Iterator[None]:
-        """In the pass that runs within, have `told` be called in its middle.
+    ) -> Iterator[Look]:
+        """In the pass that runs within, have `told` be called in its middle; gives its Look.
 
         Args:
             rows: int64[n], of the pass's tokens those that are asked about; None: all.
             total: how many tokens the pass has.
         """
         index = None if rows is None or len(rows) == total else torch.from_numpy(rows)
-        self._wanted = _Wanted(index, total, told)
+        self._wanted = _Wanted(index, total, told, Look())
         try:
-            yield
+            yield self._wanted.look
         finally:
             self._wanted = None
 
@@ -101,7 +117,7 @@ class EarlyExit:
         wanted, self._wanted = self._wanted, None  # a pass is told of once
         if wanted is None:
             return
-        began = time.perf_counter()
+        began = wanted.look.reached_at = time.perf_counter()
         try:
             if len(state) != wanted.total:
                 raise ExitError(f"a pass of {len(state)} tokens, {wanted.total} were expected")
@@ -112,7 +128,8 @@ class EarlyExit:
         except Exception:
             logger.error("the early exit failed, and stays closed; serving goes on", exc_info=True)
             self.close()
-        self.seconds += time.perf_counter() - began
+        wanted.look.seconds = time.perf_counter() - began
+        self.seconds += wanted.look.seconds
         self.passes += 1
 
 

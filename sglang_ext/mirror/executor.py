@@ -4,6 +4,7 @@ It runs in a process of its own (draft_process.py). What it gets is checked befo
 it cannot follow it says so (UNKNOWN), and the drafter tells it the text anew.
 """
 
+import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ class Executor:
             for record in self._channel.receive():
                 self._take(record)
             worked = self.step()
-            if self._stopped or time.perf_counter() > self._told_at + _TOTALS_EVERY_S:
+            if not worked or time.perf_counter() > self._told_at + _TOTALS_EVERY_S:
                 self._tell_totals()
             if not worked:
                 expecting = any(text.viewed_at is not None for text in self._texts.values())
@@ -129,7 +130,9 @@ class Executor:
         if text is not None and text.wanted:
             self._finish_ask(record.request, text)
         if text is None or record.first == 0:
-            self._texts[record.request] = DraftText(tokens.tolist(), self._model.new_cache())
+            guesses = not record.number & messages.NO_GUESSES
+            cache = self._model.new_cache()
+            self._texts[record.request] = DraftText(tokens.tolist(), cache, guesses)
             while len(self._texts) > MOST_TEXTS:
                 self._refuse(next(iter(self._texts)), 0)
         else:
@@ -200,7 +203,8 @@ class Executor:
             return
         self._told_at, self._told = time.perf_counter(), state
         held = sum(text.cache.nbytes for text in self._texts.values()) / _MIB
-        values = (totals.steps, totals.rows, totals.tokens, totals.seconds, held, len(self._texts))
+        done = dataclasses.astuple(totals)
+        values = (*done, held, len(self._texts))
         payload = np.array(values, dtype="<f8").tobytes()
         self._channel.send(Record(Kind.TOTALS, items=len(values), payload=payload))
 

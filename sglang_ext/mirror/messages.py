@@ -2,7 +2,7 @@
 
 | kind | from | first | total | length | number | items | payload |
 | --- | --- | --- | --- | --- | --- | --- | --- |
-| TEXT | drafter | tokens before | - | - | - | tokens | int32[items] |
+| TEXT | drafter | tokens before | - | - | flags | tokens | int32[items] |
 | VIEW | drafter | nodes before | nodes | of the text | kappa | nodes | items of view_dtype |
 | ASK | drafter | - | - | of the text | the ask's | tokens wanted | - |
 | CLOSE | drafter | - | - | - | - | - | - |
@@ -13,7 +13,8 @@
 | UNKNOWN | executor | - | - | tokens held | 1: for ever | - | - |
 | TOTALS | executor | - | - | - | - | - | float64[len(TOTAL_NAMES)] |
 
-`request` is a number that the drafter gives each request; TEXT with `first` 0 begins one anew.
+`request` is a number that the drafter gives each request; TEXT with `first` 0 begins one anew, and
+its flags hold from then on.
 `time` is when the record was made, or for a VIEW when the target's pass began, in seconds of the
 machine's monotonic clock, which all processes share.
 """
@@ -47,7 +48,12 @@ class Kind(IntEnum):
 # A drafted token: the key of the text that it continues (text_keys), how many tokens that text has,
 # the token, and its probability under the draft model.
 NODE = np.dtype([("key", "<u8"), ("length", "<i4"), ("token", "<i4"), ("prob", "<f4")])
-TOTAL_NAMES = ("draft_steps", "draft_rows", "draft_tokens", "draft_seconds", "cache_mb", "texts")
+TOTAL_NAMES = (
+    "draft_steps", "draft_rows", "draft_tokens", "draft_seconds", "reading_seconds",
+    "asked_steps", "asked_tokens", "cache_mb", "texts",
+)  # fmt: skip
+# A TEXT's flag: the text itself does not draft for the draft model.
+NO_GUESSES = 1
 MOST_KAPPA = 64
 _MOST_VIEW_NODES = 1024
 _TOKENS = PAYLOAD_BYTES // 4
@@ -61,14 +67,16 @@ def view_dtype(kappa: int) -> np.dtype:
     return np.dtype([*tokens, ("logprobs", "<f4", (kappa,))])
 
 
-def text_records(request: int, tokens: Sequence[int], first: int) -> Iterator[Record]:
+def text_records(
+    request: int, tokens: Sequence[int], first: int, flags: int = 0
+) -> Iterator[Record]:
     """The tokens of a text, behind its first `first`."""
     array = np.asarray(tokens, dtype="<i4")
     now = time.perf_counter()
     for begin in range(0, len(array), _TOKENS):
         part = array[begin : begin + _TOKENS]
         count = len(part)
-        yield Record(Kind.TEXT, request, first + begin, 0, 0, 0, count, now, part.tobytes())
+        yield Record(Kind.TEXT, request, first + begin, 0, 0, flags, count, now, part.tobytes())
 
 
 def view_records(

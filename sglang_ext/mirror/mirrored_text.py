@@ -5,6 +5,8 @@ from itertools import count
 
 from sglang_ext.mirror import messages, text_keys
 from sglang_ext.mirror.executor_client import Connection
+from sglang_ext.mirror.foresight import Foreseen
+from sglang_ext.mirror.mirror_options import MirrorOptions
 from sglang_ext.mirror.shared_ring import Record
 
 # Drafted tokens that are kept of a request: far more than a pass can use.
@@ -24,19 +26,23 @@ class MirroredText:
         asked_at: when it was made, in seconds.
         heard: something was drafted for it since it was last waited for in vain. An executor that
             is still reading a long prompt is not waited for in each step.
-        viewed: the early exit has told of the last pass.
+        view: what the early exit has told of the pass; None: it has not, or its outcome is known.
+        viewed: it has told of the last pass.
         proposed: the draft of the last step.
 
     Args:
         prompt: the text's beginning.
+        options: what its request asks for.
     """
 
-    def __init__(self, prompt: Sequence[int]) -> None:
+    def __init__(self, prompt: Sequence[int], options: MirrorOptions | None = None) -> None:
+        self.options = options or MirrorOptions()
         self.number = next(_numbers) & 0xFFFFFFFF
         self.length = len(prompt)
         self.ask = 0
         self.asked_at = 0.0
         self.heard = True
+        self.view: Foreseen | None = None
         self.viewed = False
         self.proposed: list[int] = []
         self._prompt = prompt
@@ -83,7 +89,8 @@ class MirroredText:
         behind = self._told - len(self._prompt)
         written = output[: self.length - len(self._prompt)]
         tokens = [*self._prompt[self._told :], *written] if behind < 0 else written[behind:]
-        return messages.text_records(self.number, tokens, self._told)
+        flags = 0 if self.options.retrieval else messages.NO_GUESSES
+        return messages.text_records(self.number, tokens, self._told, flags)
 
     def lost(self, forever: bool) -> None:
         """The executor does not follow it (any more)."""

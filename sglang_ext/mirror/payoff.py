@@ -95,9 +95,13 @@ def length_that_pays(
     return best, most_s
 
 
-def kappa_for(batch: int) -> int:
-    """Candidates behind each node that are followed in a batch of this size (appendix D.1)."""
+def kappa_for(batch: int, most: int) -> int:
+    """Candidates behind each node that are followed in a batch of this size (appendix D.1).
+
+    Args:
+        most: those that there are.
+    """
     for least, kappa in ((64, 1), (32, 2), (16, 4)):
         if batch >= least:
-            return kappa
-    return 8
+            return min(kappa, most)
+    return most

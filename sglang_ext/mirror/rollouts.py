@@ -52,12 +52,24 @@ class Drafted:
 
 @dataclass
 class Totals:
-    """What was done since the start."""
+    """What was done since the start, in the order of messages.TOTAL_NAMES.
+
+    Attributes:
+        steps, rows: passes, and what they read.
+        tokens: that were drafted.
+        seconds: of all passes.
+        reading_seconds: of those that read text alone, and draft nothing.
+        asked_steps, asked_tokens: passes over a text whose draft was waited for, counted for each
+            such text, and the tokens that they drafted for it.
+    """
 
     steps: int = 0
     rows: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    reading_seconds: float = 0.0
+    asked_steps: int = 0
+    asked_tokens: int = 0
 
 
 class Rollouts:
@@ -100,14 +112,14 @@ class Rollouts:
             feeds.append(Feed(part.text.cache, part.unread, nodes, parents, wanted))
         roots = [part.reads_root for part in parts]
         said = self._model.forward(feeds)
-        drafted, row = [], 0
+        drafted, row = list[Drafted](), 0
         for part, root in zip(parts, roots, strict=True):
             nodes = [ROOT, *part.nodes] if root else part.nodes
             end = row + len(nodes)
             tokens, probs = said.tokens[row:end].tolist(), said.probs[row:end].tolist()
             drafted.append(self._take(part, nodes, tokens, probs))
             row = end
-        self._count(sum(feed.rows for feed in feeds), time.perf_counter() - begun)
+        self._count(feeds, drafted, time.perf_counter() - begun)
         return [one for one in drafted if one.nodes]
 
     def _take(
@@ -125,10 +137,16 @@ class Rollouts:
         text.trim()
         return Drafted(text, said)
 
-    def _count(self, rows: int, seconds: float) -> None:
-        self.totals.steps += 1
-        self.totals.rows += rows
-        self.totals.seconds += seconds
+    def _count(self, feeds: Sequence[Feed], drafted: Sequence[Drafted], seconds: float) -> None:
+        totals, rows = self.totals, sum(feed.rows for feed in feeds)
+        totals.steps += 1
+        totals.rows += rows
+        totals.seconds += seconds
+        if not any(feed.predicted for feed in feeds):
+            totals.reading_seconds += seconds
+        asked = [one for one in drafted if one.text.wanted and one.nodes]
+        totals.asked_steps += len(asked)
+        totals.asked_tokens += sum(len(one.nodes) for one in asked)
         if rows <= _MOST_ROWS:
             self._costs.observe(rows, seconds)
 

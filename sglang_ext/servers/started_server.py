@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sglang_ext.servers.processes import free_port
@@ -26,15 +26,21 @@ def serve_command(model: str, port: int, flags: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def started(
-    model: str, flags: Sequence[str], log_file: Path | None = None
+    model: str,
+    flags: Sequence[str],
+    log_file: Path | None = None,
+    port: int | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[ServerProcess]:
     """A server on the loopback interface, which loads its model; see `ServerProcess.wait`.
 
     Args:
         flags: further ones of `sglang-ext serve`.
         log_file: what it prints is added to it, and kept.
+        port: default: a free one.
+        env: variables that it gets besides this process's.
     """
-    port = free_port()
+    port = port or free_port()
     # SGLang leaves its sockets behind.
     with tempfile.TemporaryDirectory(prefix="sglang-ext-", ignore_cleanup_errors=True) as folder:
         server = ServerProcess(
@@ -42,7 +48,7 @@ def started(
             serve_command(model, port, flags),
             f"http://127.0.0.1:{port}",
             log_file or Path(folder) / "server.log",
-            env={"TMPDIR": folder},
+            env={**(env or {}), "TMPDIR": folder},
         )
         try:
             # In its session Ctrl-C does not reach it before this process has finished with it.

@@ -204,7 +204,7 @@ COLLECTED_INFO = Point(
 )  # fmt: skip
 META_INFO = Point(
     _SRT + "managers.tokenizer_manager.TokenizerManager.update_request_meta_info", How.AROUND,
-    "step/relaxed_info", "SGLang gives what one request is told to all that are sent with it",
+    "step/token_info", "SGLang gives what one request is told to all that are sent with it",
     takes="self, meta_info, state, customized_info, index, finish_reason",
 )  # fmt: skip
 ARRIVAL = Point(

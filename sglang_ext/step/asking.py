@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TypeVar, TypeVarTuple
 
-from sglang_ext.drafters import Drafter, overrides
+from sglang_ext.drafters import Drafter, DraftRequest, overrides
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,14 @@ class AskedDrafter:
         self.reads_prompts = prefills or self.drafts_in_prefill or self.biases
         self.observes = overrides(drafter, Drafter.observe)
         self.learns = overrides(drafter, Drafter.verified)
+        self._chooses_exits = overrides(drafter, Drafter.wants_early_exit)
         self._failures: Counter[str] = Counter()
+
+    def wants_exit(self, request: DraftRequest) -> bool:
+        """Whether it is to be told of this request's early exits."""
+        if not self.uses_exit or not self._chooses_exits:
+            return self.uses_exit
+        return self.ask(self.drafter.wants_early_exit, request, default=False)
 
     def ask(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.mirror.early_exit import EarlyExit
+from sglang_ext.mirror.early_exit import EarlyExit, Look
 from sglang_ext.mirror.exit_view import ExitView
 
 if TYPE_CHECKING:
@@ -28,15 +28,17 @@ class ExitViews:
         self._exit = exit
 
     @contextmanager
-    def watching(self, step: "Step", ragged: bool) -> Iterator[None]:
+    def watching(self, step: "Step", ragged: bool) -> Iterator[Look]:
         """In the step's pass, which runs within, tell the drafters that use the exit.
+
+        Gives the pass's Look, which stays empty where no request's drafter is to be told.
 
         Args:
             ragged: the pass runs real nodes alone; else `width` of every request.
         """
         whose = by_drafter(step.running)
         if not whose:
-            yield
+            yield Look()
             return
         packed = step.packed
         asked = [b for requests in whose.values() for b in requests]
@@ -52,15 +54,15 @@ class ExitViews:
                 drafter.tell(drafter.drafter.early_exit, drafts, view)
                 first = end
 
-        with self._exit.watching(rows, total, told):
-            yield
+        with self._exit.watching(rows, total, told) as look:
+            yield look
 
 
 def by_drafter(running: "Sequence[RunningRequest]") -> "dict[AskedDrafter, list[int]]":
     """The places in a batch of the requests of each drafter that uses the exit."""
     whose: dict[AskedDrafter, list[int]] = {}
     for b, request in enumerate(running):
-        if request.drafter is not None and request.drafter.uses_exit:
+        if request.drafter is not None and request.drafter.wants_exit(request.draft):
             whose.setdefault(request.drafter, []).append(b)
     return whose
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_ext.step.attended_frames import AttendedFrames
 from sglang_ext.step.known_tokens import KnownHead, KnownTokens
 from sglang_ext.step.prefill_drafts import (
     can_read_drafts,
@@ -15,6 +16,7 @@ from sglang_ext.step.prefill_drafts import (
     write_known,
 )
 from sglang_ext.step.prefills import Prefills
+from sglang_ext.step.prompt_states import KeptStates
 from sglang_ext.step.ragged import can_leave_padding_out
 from sglang_ext.step.relaxed_info import note_first_token
 from sglang_ext.whisper.encoder_decoder import DecoderTimer, decoder_starts
@@ -37,11 +39,22 @@ class HostPrefill(Prefills):
         planner: whose drafters read along.
         drafts: False where no drafts may be read behind prompts (pages of several tokens, more
             than one rank).
+        states: take the target's states of prompts; None: nobody asks for them.
+
+    Attributes:
+        attended: what requests ask of a pass's cross-attention; None: it cannot be read.
     """
 
-    def __init__(self, target: "TpModelWorker", planner: "DraftPlanner", drafts: bool) -> None:
+    def __init__(
+        self,
+        target: "TpModelWorker",
+        planner: "DraftPlanner",
+        drafts: bool,
+        states: KeptStates | None = None,
+    ) -> None:
         super().__init__(target, planner)
-        self._drafts = drafts
+        self._drafts, self._states = drafts, states
+        self.attended: AttendedFrames | None = None
         runner = target.model_runner
         timed = planner.metrics is not None and runner.model_config.is_encoder_decoder
         self._timer = DecoderTimer(runner.model) if timed else None
@@ -58,13 +71,31 @@ class HostPrefill(Prefills):
         pp_proxy_tensors: Any,
     ) -> "GenerationBatchResult":
         """Run one prefill step."""
-        if self._can_draft and not plainly and can_read_drafts(batch):
+        if self._states is None:
+            return self._read(batch, biases, plainly, pp_proxy_tensors)
+        with self._states.reading(batch):
+            result = self._read(batch, biases, plainly, pp_proxy_tensors)
+        self._planner.note_kept_states(self._states.take_seconds())
+        return result
+
+    def _read(
+        self,
+        batch: "ScheduleBatch",
+        biases: "Sequence[Bias | None]",
+        plainly: bool,
+        pp_proxy_tensors: Any,
+    ) -> "GenerationBatchResult":
+        # Of what a draft has shown, no frames are known.
+        asked = self.attended is not None and self.attended.asked
+        if self._can_draft and not plainly and not asked and can_read_drafts(batch):
             drafted = self._run_with_drafts(batch, biases)
             if drafted is not None:
                 return drafted
         start = self._start()
         result = prefill_plainly(self._target, batch, biases, pp_proxy_tensors)
         self._note(start)
+        if self.attended is not None:
+            self.attended.note_prefill(batch)
         return result
 
     def store(self, batch: "ScheduleBatch", known: "Sequence[KnownTokens | None]") -> KnownHead:
@@ -76,6 +107,8 @@ class HostPrefill(Prefills):
                 continue
             slots = self._req_to_token_pool.req_to_token[row, first : first + len(k.tokens)]
             write_known(k, self._allocator.get_kvcache(), slots.long())
+            if self._states is not None:
+                self._states.forget(slots.long())
         head = KnownHead.of(known, lambda arrays: [torch.from_numpy(a) for a in arrays])
         self._planner.note_known([n for n in head.counts if n], time.perf_counter() - start)
         self._planner.note_relaxed(head.relaxed)

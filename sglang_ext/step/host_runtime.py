@@ -7,15 +7,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_ext.budget.held_up import HeldUp
 from sglang_ext.cpu.heap_trim import HeapTrim
 from sglang_ext.cpu.linear import packed_product
-from sglang_ext.mirror.early_exit import open_exit
+from sglang_ext.mirror.early_exit import Look, open_exit
 from sglang_ext.options import Options
+from sglang_ext.step.attended_frames import AttendedFrames
 from sglang_ext.step.exit_views import ExitViews
 from sglang_ext.step.host_prefill import HostPrefill
 from sglang_ext.step.logits_guard import LogitsGuard
+from sglang_ext.step.prompt_states import states_for
 from sglang_ext.step.ragged import (
     can_leave_padding_out,
     leave_padding_out,
@@ -45,10 +48,12 @@ class HostRuntime(StepRuntime):
         drafts: whether drafts may be read behind prompts (HostPrefill).
 
     Raises:
-        ValueError: the variable of HeapTrim is no number.
+        ValueError: the variable of HeapTrim is no number, or a drafter wants states of prompts that
+            cannot be kept.
     """
 
     on_host: ClassVar[bool] = True
+    prefills: HostPrefill
 
     def __init__(self, target: "TpModelWorker", planner: "DraftPlanner", drafts: bool) -> None:
         self._target = target
@@ -58,14 +63,17 @@ class HostRuntime(StepRuntime):
         self._guard = LogitsGuard(self._runner.sampler)
         self._heap = HeapTrim()
         self._held_up = HeldUp()
-        self.prefills = HostPrefill(target, planner, drafts)
+        self._states = planner.requests.states = states_for(target, planner.drafters.values())
+        self.prefills = HostPrefill(target, planner, drafts, self._states)
 
     @staticmethod
     def first_widths(most: int) -> None:
         """Any: what is no node is left out of a pass."""
 
     def prepare_attention(self) -> None:
-        """Nothing to do: our own backend takes trees as they are."""
+        """Our own backend takes trees as they are; it can be asked what a Whisper attends to."""
+        if get_parallel().tp_size == 1:  # else a rank has some of the heads
+            self.prefills.attended = AttendedFrames.of(self._runner)
 
     def capture_graphs(self, options: Options) -> None:
         """Nothing to do: there are no graphs."""
@@ -80,6 +88,8 @@ class HostRuntime(StepRuntime):
     def begin(self, batch: "ScheduleBatch") -> None:
         """Look at this batch's logits from now on, and give free heap back now and then."""
         self._guard.reqs = batch.reqs
+        if self.prefills.attended is not None:
+            self.prefills.attended.begin(batch)
         self._heap.trim_if_due()
 
     def learn(self, wait: bool = True) -> None:
@@ -111,14 +121,24 @@ class HostRuntime(StepRuntime):
     @contextmanager
     def passing(self, step: Step, read: float) -> Iterator[None]:
         """Time the pass from `step.started` on, and have drafters told of its early exit."""
+        step.counted = self._planner.take_counted()
+        if self._states is not None:
+            self._states.forget(step.batch.out_cache_loc)
         tokens = len(step.batch.input_ids)
         exits, verify = self._exits, step.width > 1
         began, cpu = time.perf_counter(), time.process_time()
-        with nullcontext() if exits is None else exits.watching(step, self._ragged and verify):
+        ragged = self._ragged and verify
+        watched = nullcontext(Look()) if exits is None else exits.watching(step, ragged)
+        with watched as look:
             yield
         end = time.perf_counter()
         held_up = self._held_up.note(end - began, time.process_time() - cpu, verify)
-        self._planner.note_step(tokens, end - step.started, read, verify, held_up)
+        if look.reached_at is not None:
+            self._planner.note_exit(look.reached_at - step.started, look.seconds)
+        seconds = end - step.started
+        self._planner.note_step(tokens, seconds, read, verify, step.counted, held_up)
+        if self.prefills.attended is not None and step.width == 1:
+            self.prefills.attended.note_plain(step.batch)
 
     def rows_of_nodes(
         self, step: Step, verify: VerifyTensors, output: "LogitsProcessorOutput"
@@ -149,8 +169,10 @@ class HostRuntime(StepRuntime):
             # A sampled node is one on an accepted path; greedily, every node has its token.
             said = accepted.predict.numpy().reshape(step.packed.tokens.shape)
         index = accepted.accept_index.numpy()
-        self._planner.observe(step.running, step.trees, step.packed, index, said)
+        self._planner.observe(step.running, step.trees, step.packed, index, said, step.counted)
         self._planner.note_relaxed(accepted.relaxed)
+        if self.prefills.attended is not None:
+            self.prefills.attended.note_verified(step.batch, step.packed, accepted, self._ragged)
 
     def launched(self, step: Step, accepted: Accepted, result: StepResult) -> None:
         """Nothing to do: `note_accepted` has learned from it."""

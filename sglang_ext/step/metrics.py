@@ -25,6 +25,8 @@ _STEP_KINDS = {
     "verify": "Steps that verified drafts.",
     "draft": "Drafting for a batch.",
     "known": "Decode steps whose tokens the prefill had shown.",
+    "before_exit": "Of passes with an early exit, from the step's start to the exit.",
+    "early_exit": "Early exits: what the target is likely to say, computed and told to drafters.",
     "prefill": "The target's passes over prompts, its encoder included.",
     "prefill_decoder": "An encoder-decoder target's decoder in these passes, without the encoder's "
     "K and V.",
@@ -81,6 +83,11 @@ class _Series:
         made = self._counter(name, text, "position")
         return lambda position: made.labels(**self.labels, position=str(position))
 
+    def by_drafter(self, name: str, text: str) -> Callable[[str], Any]:
+        """A counter for each drafter, which is there once it is asked for."""
+        made = self._counter(name, text, "drafter")
+        return lambda drafter: made.labels(**self.labels, drafter=drafter)
+
     def by_source(self, name: str, text: str) -> dict[int, Any]:
         """A counter for each bit of SOURCES."""
         made = self._counter(name, text, "source")
@@ -108,6 +115,16 @@ class SpeculationMetrics:
         self._add_budget(series)
         self._add_datastore(series)
         self._drafter = series.gauges("drafter", "What a drafter counts of its own.", "name")
+        self._choices = series.by_drafter(
+            "drafter_choices", "Requests that `--drafter auto` has chosen this drafter for."
+        )
+        self._choices_before: dict[str, int] = {}
+        self._gains = series.gauges(
+            "drafter_gain",
+            "With `--drafter auto`: tokens that a drafter's requests commit in the time of a plain "
+            "decode step, drafting included.",
+            "drafter",
+        )
         self._labels = dict(labels)
         self._gauges_at = 0.0
 
@@ -232,6 +249,14 @@ class SpeculationMetrics:
         self._folded_before = info.folded_logs
         self._elections.inc(max(0, info.elections - self._elections_before))
         self._elections_before = info.elections
+
+    def set_choices(self, counts: Mapping[str, int], gains: Mapping[str, float]) -> None:
+        """Requests by the drafter that was chosen for them, and what each drafter gains."""
+        for drafter, count in counts.items():
+            self._choices(drafter).inc(count - self._choices_before.get(drafter, 0))
+        self._choices_before = dict(counts)
+        for drafter, gain in gains.items():
+            self._gains.labels(**self._labels, drafter=drafter).set(gain)
 
     def note_drafting(self, seconds: float) -> None:
         """A batch was drafted for."""

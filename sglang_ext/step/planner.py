@@ -13,6 +13,7 @@ from sglang_ext.budget.rationing import DraftingRation
 from sglang_ext.drafters import Bias, Drafter, DrafterContext, load_all, overrides
 from sglang_ext.step import penalties
 from sglang_ext.step.asking import AskedDrafter
+from sglang_ext.step.drafter_choice import CountedStep, DrafterChoice, arms_of
 from sglang_ext.step.metrics import BudgetLog, SpeculationMetrics
 from sglang_ext.step.request_table import RequestTable, RunningRequest
 from sglang_ext.tree import PackedTrees, TokenTree, check_all
@@ -72,6 +73,8 @@ class DraftPlanner:
         self.drafters = drafters
         self._asked = {name: AskedDrafter(name, drafter) for name, drafter in drafters.items()}
         self._biasing = any(drafter.biases for drafter in self._asked.values())
+        self.choice = DrafterChoice(arms_of(context.options) if active else ())
+        self._counted: CountedStep | None = None
         self.datastores = [d.datastore for d in drafters.values() if d.datastore is not None]
         self.requests = RequestTable(
             self._asked,
@@ -79,6 +82,7 @@ class DraftPlanner:
             context.options.default_drafter,
             max_width - 1,
             max_requests,
+            self.choice,
         )
 
     @property
@@ -208,6 +212,11 @@ class DraftPlanner:
             self.metrics.note_step("prefill", seconds)
             self.metrics.note_step("prefill_decoder", decoder_seconds)
 
+    def note_kept_states(self, seconds: float) -> None:
+        """Keeping the states of a prefill's prompts took `seconds` of it."""
+        if self.metrics is not None:
+            self.metrics.note_step("draft_prefill", seconds)
+
     def finish(self, rid: str) -> None:
         """The request ended."""
         self.requests.finish(rid)
@@ -255,8 +264,9 @@ class DraftPlanner:
         width = 1
         if look or any(r.fixed_budget for r in running):
             start = time.perf_counter()
+            asked_s: dict[int, float] = {}
             for drafter in self._asked.values():
-                self._propose(drafter, running, trees)
+                asked_s |= self._propose(drafter, running, trees)
             if committed is not None:
                 rest = [self._max_width - 1 - n for n in committed]
                 trees = [tree.clipped(n) for tree, n in zip(trees, rest, strict=True)]
@@ -269,8 +279,27 @@ class DraftPlanner:
             if self.metrics is not None:
                 self.metrics.note_drafting(seconds)
             self._report_counters()
+            self._count(running, asked_s, trees)
         self._report(running, trees)
         return trees, width
+
+    def _count(
+        self,
+        running: Sequence[RunningRequest],
+        asked_s: Mapping[int, float],
+        trees: Sequence[TokenTree],
+    ) -> None:
+        """Measure this step of the requests whose drafters were chosen."""
+        if not self.choice.arms:
+            return
+        read = float(sum(r.context for r in running))
+        tallies = [r.tally for r in running]
+        self._counted = self.choice.step(tallies, asked_s, [len(tree) for tree in trees], read)
+
+    def take_counted(self) -> CountedStep | None:
+        """What is to be measured of the step that was planned last, once; None: nothing."""
+        counted, self._counted = self._counted, None
+        return counted
 
     def note_look(self, seconds: float) -> None:
         """What this step looked for and found took `seconds`, during which the device waited.
@@ -304,21 +333,36 @@ class DraftPlanner:
         return read
 
     def note_step(
-        self, tokens: int, seconds: float, read: float, verify: bool = False, held_up: bool = False
+        self,
+        tokens: int,
+        seconds: float,
+        read: float,
+        verify: bool = False,
+        counted: CountedStep | None = None,
+        held_up: bool = False,
     ) -> None:
         """A forward pass over `tokens` tokens, and all that belongs to it, took `seconds`.
 
         Args:
             read: what `reads` says of it.
             verify: whether it verified drafts; else it was a plain step.
+            counted: what `take_counted` gave of it.
             held_up: whether something else had its processors meanwhile.
         """
+        if self.cost is not None:
+            self.choice.took(counted, seconds, self.cost.cost(tokens, verify, read), self.cost)
         if self.metrics is not None:
             self.metrics.note_step("verify" if verify else "plain", seconds)
         if self.cost is not None:
             self.cost.observe(tokens, seconds, verify, read, held_up)
         if self._ration is not None:
             self._ration.note_step(seconds)
+
+    def note_exit(self, before_s: float, answer_s: float) -> None:
+        """A pass came to its early exit after `before_s` seconds, which took `answer_s`."""
+        if self.metrics is not None:
+            self.metrics.note_step("before_exit", before_s)
+            self.metrics.note_step("early_exit", answer_s)
 
     def observe(
         self,
@@ -327,6 +371,7 @@ class DraftPlanner:
         packed: PackedTrees,
         accept_index: npt.NDArray[np.int32],
         predicted: npt.NDArray[np.int32] | None = None,
+        counted: CountedStep | None = None,
     ) -> None:
         """Learn from a verify step: how far the drafters' probabilities can be trusted.
 
@@ -334,7 +379,10 @@ class DraftPlanner:
             accept_index: int32[bs, width], see verify.Accepted.
             predicted: int32[bs, width], the target's token after every node; None: only those on
                 the accepted paths were asked.
+            counted: what `take_counted` gave of the step.
         """
+        if self.cost is not None:
+            self.choice.committed(counted, accept_index, self.cost)
         on_path = np.zeros(packed.tokens.shape, dtype=bool)
         on_path.reshape(-1)[accept_index[accept_index >= 0]] = True
         verified = [b for b, r in enumerate(running) if packed.sizes[b] > 1 and not r.finished]
@@ -362,11 +410,13 @@ class DraftPlanner:
 
     def _propose(
         self, drafter: AskedDrafter, running: Sequence[RunningRequest], trees: list[TokenTree]
-    ) -> None:
+    ) -> dict[int, float]:
+        """Ask a drafter for its requests' trees; by row, the seconds of it that are theirs."""
         depths = {i: _depth(r) for i, r in enumerate(running) if r.drafter is drafter}
         rows = [i for i, depth in depths.items() if depth > 0]
         if not rows:
-            return
+            return {}
+        start = time.perf_counter()
         proposed = drafter.ask(
             drafter.drafter.propose,
             [running[i].draft for i in rows],
@@ -378,6 +428,7 @@ class DraftPlanner:
             for i, tree in zip(rows, proposed, strict=True):
                 r = running[i]
                 trees[i] = tree.before(r.ends).clipped(depths[i]).first(r.max_nodes)
+        return dict.fromkeys(rows, (time.perf_counter() - start) / len(rows))
 
     def _check_trees(self, trees: Sequence[TokenTree], requests: int) -> None:
         if len(trees) != requests:
@@ -442,6 +493,7 @@ class DraftPlanner:
                 self.metrics.set_budget(self.knee, len(running))
             for datastore in self.datastores:
                 self.metrics.set_datastore(datastore.info())
+            self.metrics.set_choices(self.choice.counts, self.choice.gains)
 
 
 def _depth(running: RunningRequest) -> int:

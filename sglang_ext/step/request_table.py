@@ -19,6 +19,9 @@ from sglang_ext.request_options import (
     RequestOptions,
 )
 from sglang_ext.step.asking import AskedDrafter
+from sglang_ext.step.drafter_choice import DrafterChoice, Tally
+from sglang_ext.step.drafter_info import note_drafter
+from sglang_ext.step.prompt_states import KeptStates
 from sglang_ext.whisper.encoder_decoder import audio_features
 
 if TYPE_CHECKING:
@@ -58,6 +61,8 @@ class RunningRequest:
     step SGLang would look for stop strings behind the end (Req.update_finish_state)."""
     relaxed: RelaxedRule | None = None
     """What is accepted of its drafts beside the target's own tokens; None: nothing."""
+    tally: Tally | None = None
+    """What its drafts gain, where its drafter was chosen for it; None: it was not."""
     ready_at: float | None = None
     """When its drafter was prepared while its KV was on its way (time.perf_counter), until that
     has been reported."""
@@ -101,6 +106,9 @@ class RequestTable:
     Where a hook fails that follows a request (`prefill`, `prepare`, `start`, `observe`), its
     drafter is told to finish it and, in the request's next step, to start it anew; after
     `_MOST_FAILURES` failures the request goes on without a drafter.
+
+    Attributes:
+        states: of the target's prompts, for drafters that read them; None: none are kept.
     """
 
     def __init__(
@@ -110,8 +118,11 @@ class RequestTable:
         default: str,
         max_nodes: int,
         limit: int,
+        choice: DrafterChoice,
     ):
         self._drafters = drafters
+        self._choice = choice
+        self.states: KeptStates | None = None
         self._names = names  # of all that the server loads, also where this rank has none
         self._default = default
         self._prompts_are_read = any(drafter.reads_prompts for drafter in drafters.values())
@@ -120,9 +131,10 @@ class RequestTable:
         self._running: dict[str, RunningRequest] = {}
         # Their prompts are read (here or elsewhere), their first step is still to come.
         self._prefilled: dict[str, RunningRequest] = {}
-        # By the drafter's name, whether the request has a relaxed rule, and whether it brings a
-        # prediction, which is drafted first: what each of them accepts tells nothing of others.
-        self._calibrations: dict[tuple[str, bool, bool], Calibration] = {}
+        # By the drafter's name and whether SSSD was chosen beside it, whether the request has a
+        # relaxed rule, and whether it brings a prediction, which is drafted first: what each of
+        # them accepts tells nothing of others.
+        self._calibrations: dict[tuple[str, bool | None, bool, bool], Calibration] = {}
 
     def update(
         self, reqs: Sequence["Req"], pending: Sequence[Sequence[int]] | None
@@ -245,6 +257,8 @@ class RequestTable:
         known.draft.output[:] = req.output_ids_through_stop
         aborted = type(req.finished_reason).__name__ == "FINISH_ABORT"
         self._tell_finish(known, not aborted)
+        if known.tally is not None:
+            self._choice.finish(known.tally)
 
     def clear(self) -> None:
         """Forget every request (the cache was flushed)."""
@@ -270,6 +284,9 @@ class RequestTable:
             logger.warning("request %s is not drafted for: %s", req.rid, error)
             options = RequestOptions(drafter=NO_DRAFTER)
         length = self._max_nodes if options.draft_length is None else options.draft_length
+        tally = self._choice.choose(options, params)
+        if tally is not None:
+            note_drafter(req, tally.arm.name)
         draft = DraftRequest(
             rid=req.rid,
             prompt=req.origin_input_ids_unpadded,
@@ -277,8 +294,10 @@ class RequestTable:
             params=params,
             options=options,
             features=audio_features(req),
+            retrieve=None if tally is None else tally.arm.retrieve,
+            prompt_states=None if self.states is None else self.states.reader(req),
         )
-        name = options.drafter or self._default
+        name = options.drafter or (self._default if tally is None else tally.arm.drafter)
         # The HTTP process has refused it elsewhere (SGLang turns temperature 0 into a top-k of 1).
         relaxed = options.relaxed if getattr(req.sampling_params, "top_k", 1) == 1 else None
         return RunningRequest(
@@ -286,15 +305,19 @@ class RequestTable:
             draft,
             self._drafters.get(name),
             min(length, self._max_nodes),
-            self._calibration(name, relaxed is not None, TOKENS_KEY in params),
+            self._calibration(name, draft.retrieve, relaxed is not None, TOKENS_KEY in params),
             fixed_budget=options.budget == "fixed",
             ends=ending_tokens(req),
             relaxed=relaxed,
+            tally=tally,
         )
 
-    def _calibration(self, drafter: str, relaxed: bool, predicts: bool) -> Calibration:
+    def _calibration(
+        self, drafter: str, retrieve: bool | None, relaxed: bool, predicts: bool
+    ) -> Calibration:
         """A request's own."""
-        key = drafter if drafter in self._drafters else NO_DRAFTER, relaxed, predicts
+        known = drafter if drafter in self._drafters else NO_DRAFTER
+        key = known, retrieve, relaxed, predicts
         return self._calibrations.setdefault(key, Calibration()).for_request()
 
     def _append(self, known: RunningRequest, output_ids: Any, extra: Sequence[int]) -> None:
@@ -314,7 +337,10 @@ class RequestTable:
         assert drafter is not None
         for known in requests:
             known.prompt_told = True
-        if drafter.tell(hook, [known.draft for known in requests]):
+        start = time.perf_counter()
+        told = drafter.tell(hook, [known.draft for known in requests])
+        self._choice.charge([known.tally for known in requests], time.perf_counter() - start)
+        if told:
             return True
         for known in requests:
             self._lose(known)

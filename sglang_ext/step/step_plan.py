@@ -14,6 +14,7 @@ from sglang_ext.tree import PackedTrees, TokenTree, linked
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
+    from sglang_ext.step.drafter_choice import CountedStep
     from sglang_ext.step.known_tokens import KnownHead
     from sglang_ext.step.request_table import RunningRequest
 
@@ -82,6 +83,7 @@ class Step:
         head: tokens that they get before the pass.
         trees: what was drafted for them; empty ones on ranks that plan nothing.
         plan: what is run; None: roots alone, which the host does not know.
+        counted: what is measured of drafters that were chosen; None: nothing.
         started: when the host began to make its pass ready (time.perf_counter).
     """
 
@@ -92,6 +94,7 @@ class Step:
     head: "KnownHead | None" = None
     trees: Sequence[TokenTree] = ()
     plan: StepPlan | None = None
+    counted: "CountedStep | None" = None
     started: float = 0.0
 
     @property

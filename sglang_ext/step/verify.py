@@ -113,7 +113,7 @@ def accept_on_device(
     taken = relax(predicted, logits, relaxed) if relaxed is not None else None
     if tp_group.world_size > 1:
         tp_group.broadcast(predicted, src=0)
-    accepted = _walk_on_device(predicted, verify_input)
+    accepted = walk_on_device(predicted, verify_input)
     if taken is None:
         return accepted
     return dataclasses.replace(accepted, relaxed=marks_of(taken, accepted.accept_index))
@@ -146,8 +146,13 @@ def _tokens_at_nodes(
     return predicted.to(torch.int64)
 
 
-def _walk_on_device(predicted: torch.Tensor, verify_input: Any) -> Accepted:
-    """Follow the trees as long as the target's tokens (int64[bs * width]) are children."""
+def walk_on_device(predicted: torch.Tensor, verify_input: Any) -> Accepted:
+    """Follow the trees as long as the target's tokens are children, by SGLang's kernel.
+
+    Args:
+        predicted: int64[bs * width], the target's token after each node.
+        verify_input: SGLang's NgramVerifyInput, or what has its tree (draft_token, retrieve_*).
+    """
     from sglang.kernels.ops.speculative.spec_tree import verify_tree_greedy_func
 
     width = verify_input.draft_token_num

@@ -47,8 +47,9 @@ def plain_flashinfer(part: Part) -> None:
 
 def ngram(part: Part) -> None:
     """SGLang's own NGRAM speculation at 16 nodes; its drafts are its own."""
+    part.kit.make_model()
     flags = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "16"]
-    with Engine(part.kit.model, [*flags, "--attention-backend", "flashinfer"]) as engine:
+    with Engine(part.kit, [*flags, "--attention-backend", "flashinfer"]) as engine:
         for batch in _batches(part.kit):
             _measure(part, engine, "ngram", batch, None)
 
@@ -75,7 +76,7 @@ def width_4(part: Part) -> None:
 
 def _plainly(part: Part, label: str, flags: list[str]) -> None:
     part.kit.make_model()
-    with Engine(part.kit.model, flags) as engine:
+    with Engine(part.kit, flags) as engine:
         for batch in _batches(part.kit):
             figures = _measure(part, engine, label, batch, None)
             if figures is not None:
@@ -93,7 +94,7 @@ def _speculate(part: Part, label: str, width: int, budget: str) -> None:
     flags = [*SPECULATION, "--speculative-num-draft-tokens", str(width)]
     if not kit.emulated:
         flags += ["--attention-backend", "flashinfer"]
-    with Engine(kit.model, flags, options) as engine:
+    with Engine(kit, flags, options) as engine:
         for batch in _batches(kit):
             for acceptance in ACCEPTANCES:
                 _measure(part, engine, label, batch, acceptance)

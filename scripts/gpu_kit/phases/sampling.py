@@ -32,7 +32,7 @@ def nodes(part: Part) -> None:
     """Chi-square of each case and drafter."""
     kit = part.kit
     kit.make_model()
-    samples, cases = (96, CASES[:2]) if kit.emulated else (4096, CASES)
+    samples, cases = (96, CASES[:2]) if kit.emulated else (1024, CASES)
     # One prompt a case, so that `sssd` learns from samples of the same distribution.
     prompts = [kit.rule.prompt(30 + n, 900 + n) for n in range(len(cases))]
     path = Path(kit.work) / "sampling-oracle.jsonl"
@@ -44,7 +44,7 @@ def nodes(part: Part) -> None:
     )
     options = {"budget": "fixed", "drafters": "random,oracle", "oracle_file": str(path)}
     flags = [*SPECULATION, *([] if kit.emulated else ["--attention-backend", "flashinfer"])]
-    with Engine(kit.model, flags, options) as engine:
+    with Engine(kit, flags, options) as engine:
         exact = [_exact(engine, p, c) for p, c in zip(prompts, cases, strict=True)]
         for drafter in DRAFTERS[:2] if kit.emulated else DRAFTERS:
             for prompt, case, expected in zip(prompts, cases, exact, strict=True):

@@ -34,7 +34,7 @@ def steps(part: Part) -> None:
         "budget": "fixed", "drafter": "oracle", "oracle_file": str(oracle), "bigram_seconds": "0",
     }  # fmt: skip
     flags = [*SPECULATION, *([] if kit.emulated else ["--attention-backend", "flashinfer"])]
-    with Engine(kit.model, flags, options) as engine:
+    with Engine(kit, flags, options) as engine:
         for batch in batches:
             with part.attempt(f"trace, batch {batch}"):
                 path = Path(kit.out) / f"trace-batch-{batch}.json.gz"

@@ -19,9 +19,12 @@ from starlette.routing import Match, Route
 
 from sglang_ext.api.openapi import TAG, Schema, change_schema, describe
 from sglang_ext.api.transcription.transcriptions import serves_whisper
+from sglang_ext.options import Options
 
 PATH = "/captions"
-_PAGE = Path(__file__).with_name("captions.html")
+OVERLAY = "/captions/overlay"
+_NO_TRANSLATIONS = 'data-translates=""'
+_FOLDER = Path(__file__).parent
 
 
 class _WhisperPage(Route):
@@ -33,20 +36,37 @@ class _WhisperPage(Route):
 
 def register(app: FastAPI) -> None:
     """Add the page, which is no secret: it asks for the key itself."""
-    app.router.routes.insert(0, _WhisperPage(PATH, page, methods=["GET"]))
+    app.router.routes[:0] = [
+        _WhisperPage(path, endpoint, methods=["GET"])
+        for path, endpoint in ((PATH, page), (OVERLAY, overlay))
+    ]
     change_schema(app, _describe)
 
 
 def _describe(schema: Schema) -> None:
-    """Put the page into /openapi.json where it is."""
+    """Put the pages into /openapi.json where they are."""
     if serves_whisper():
-        route = APIRoute(PATH, page, methods=["GET"], tags=[TAG], response_class=HTMLResponse)
-        describe(schema, [route])
+        routes = [
+            APIRoute(path, endpoint, methods=["GET"], tags=[TAG], response_class=HTMLResponse)
+            for path, endpoint in ((PATH, page), (OVERLAY, overlay))
+        ]
+        describe(schema, routes)
 
 
 async def page(request: Request) -> HTMLResponse:
-    """The page."""
-    text, policy = _page()
+    """The page; where there is a text server, it offers translations."""
+    text, policy = _page("captions.html")
+    if Options.from_env().translate_with:
+        text = text.replace(_NO_TRANSLATIONS, 'data-translates="yes"')
+    return _answer(text, policy)
+
+
+async def overlay(request: Request) -> HTMLResponse:
+    """What a session shows, to be laid over a video: the last two lines, on nothing."""
+    return _answer(*_page("overlay.html"))
+
+
+def _answer(text: str, policy: str) -> HTMLResponse:
     headers = {
         "Content-Security-Policy": policy,
         "Referrer-Policy": "no-referrer",
@@ -57,9 +77,9 @@ async def page(request: Request) -> HTMLResponse:
 
 
 @cache
-def _page() -> tuple[str, str]:
-    """The page, and what it may do: run its own script, and speak with its own server."""
-    text = _PAGE.read_text(encoding="utf-8")
+def _page(name: str) -> tuple[str, str]:
+    """A page, and what it may do: run its own script, and speak with its own server."""
+    text = (_FOLDER / name).read_text(encoding="utf-8")
     script, style = (_hash(text, tag) for tag in ("script", "style"))
     policy = (
         f"default-src 'none'; script-src {script} blob:; style-src {style}; "
@@ -76,7 +96,7 @@ def _hash(text: str, tag: str) -> str:
 
 
 def let_in(original: Callable[..., Any], **request: Any) -> Any:
-    """SGLang's decision about keys (utils/auth.py); the page alone needs none.
+    """SGLang's decision about keys (utils/auth.py); the pages alone need none.
 
     Args:
         original: decides.
@@ -84,6 +104,7 @@ def let_in(original: Callable[..., Any], **request: Any) -> Any:
     """
     from sglang.srt.utils.auth import AuthDecision
 
-    if request["method"] in ("GET", "HEAD") and request["path"] == PATH and serves_whisper():
+    asks = request["method"] in ("GET", "HEAD") and request["path"] in (PATH, OVERLAY)
+    if asks and serves_whisper():
         return AuthDecision(allowed=True)
     return original(**request)

@@ -11,6 +11,12 @@ Event = dict[str, Any]
 TAIL = "sglang_ext.input_audio_transcription.tail"
 """The event of our own: what may still change, times of what was settled, and the lag."""
 
+OUTPUT_TAIL = "sglang_ext.output_transcript.tail"
+"""The same of a translation: what may still change of the sentence that is being translated."""
+
+TAILS = frozenset({TAIL, OUTPUT_TAIL})
+"""Events that the next one of their type replaces."""
+
 
 def new_id(kind: str) -> str:
     """An id as OpenAI's: its kind and a random number."""
@@ -91,7 +97,11 @@ def failed_event(item_id: str, error: ApiError) -> Event:
 
 
 def tail_event(
-    item_id: str | None, text: str, words: Sequence[tuple[str, float]], lag_s: float
+    item_id: str | None,
+    text: str,
+    words: Sequence[tuple[str, float]],
+    lag_s: float,
+    language: str | None = None,
 ) -> Event:
     """What an item has beside its deltas.
 
@@ -100,6 +110,7 @@ def tail_event(
         words: that the deltas since the last such event brought, and where each ends, in seconds
             of the session's audio.
         lag_s: seconds of speech that came and were not heard yet.
+        language: what the item is spoken in, an ISO code; None: that is not known yet.
     """
     return event(
         TAIL,
@@ -108,4 +119,18 @@ def tail_event(
         text=text,
         words=[{"word": word, "end_ms": round(end * 1000)} for word, end in words],
         lag_s=round(lag_s, 3),
+        language=language,
     )
+
+
+def transcript_event(side: str, delta: str, elapsed_ms: int, **more: Any) -> Event:
+    """Text that follows what a translation session has said so far, in either language.
+
+    Args:
+        side: "input" or "output".
+        elapsed_ms: where what it says ends in the session's audio.
+        more: our own, under the key sglang_ext.
+    """
+    fields = {"sglang_ext": more} if more else {}
+    kind = f"session.{side}_transcript.delta"
+    return event(kind, delta=delta, elapsed_ms=elapsed_ms, **fields)

@@ -92,13 +92,19 @@ class RealtimeSession:
         self._committed = 0  # frames
         self._last_item: str | None = None
         self._before = ""  # what was said in the items that are complete
-        self._handlers: dict[str, Callable[[Mapping[str, Any]], Awaitable[None]]] = {
+        self.handlers: dict[str, Callable[[Mapping[str, Any]], Awaitable[None]]] = {
             GA: self._update,
             BETA: self._update,
             "input_audio_buffer.append": self._append,
             "input_audio_buffer.commit": self._commit,
             "input_audio_buffer.clear": self._clear,
         }
+        """What answers each type of client event."""
+
+    @property
+    def settings(self) -> SessionSettings:
+        """Those that are in force."""
+        return self._settings
 
     @property
     def lag_s(self) -> float:
@@ -117,7 +123,17 @@ class RealtimeSession:
             await asyncio.sleep(self._parts.keep_alive_s)
             turn = self._turns[0] if self._turns else None
             item, tail = (None, "") if turn is None else (turn.item_id, turn.tail)
-            self._send(tail_event(item, tail, (), self.lag_s))
+            language = None if turn is None else turn.language
+            self._send(tail_event(item, tail, (), self.lag_s, language))
+
+    async def finish(self) -> None:
+        """End the audio; returns when all of it is transcribed."""
+        self._take(await self._off_the_loop(self._front.flush))
+        if self._turn is not None:
+            self._close(self._turn)
+        tasks = [turn.task for turn in self._turns if turn.task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
 
     def abandon(self) -> "set[asyncio.Task[None]]":
         """Give up what runs; SGLang has been told to abort it once these tasks are done."""
@@ -133,11 +149,11 @@ class RealtimeSession:
             given = parsed(text)
             client_event = event_id(given)
             kind = given.get("type")
-            handler = self._handlers.get(kind) if isinstance(kind, str) else None
+            handler = self.handlers.get(kind) if isinstance(kind, str) else None
             if handler is None:
                 raise ApiError(
                     f"unknown event type {shown(kind)}; this server takes "
-                    f"{', '.join(self._handlers)}",
+                    f"{', '.join(self.handlers)}",
                     param="type",
                     code="unknown_event",
                 )
@@ -272,7 +288,7 @@ class RealtimeSession:
         if delta:
             self._send(delta_event(turn.item_id, delta))
         pairs = [(word.text, word.end) for word in words]
-        self._send(tail_event(turn.item_id, turn.tail, pairs, self.lag_s))
+        self._send(tail_event(turn.item_id, turn.tail, pairs, self.lag_s, turn.language))
 
     def _new_detector(self) -> TurnDetector:
         vad = self._settings.turn_detection

@@ -11,7 +11,9 @@ from typing import Any
 
 from sglang_ext.api.http import ApiError, model_not_found
 from sglang_ext.api.realtime.settings_fields import (
+    ALIGNATT,
     EXTENSION,
+    LOCAL_AGREEMENT,
     AudioFormat,
     Extension,
     NoiseReduction,
@@ -26,6 +28,8 @@ from sglang_ext.api.realtime.settings_fields import (
     wrong,
 )
 from sglang_ext.request_options import shown
+from speech.agreement import CommitPolicy, LocalAgreement
+from speech.alignatt import AlignAtt
 from speech.prompts import LanguageError, WhisperVocabulary
 from speech.wire_audio import (
     ALAW,
@@ -40,6 +44,8 @@ from speech.wire_audio import (
 GA, BETA = "session.update", "transcription_session.update"
 """The events that change settings."""
 
+# Seconds: AlignAtt needs no second hypothesis, so that each one is worth making.
+_STEPS = {LOCAL_AGREEMENT: 1.0, ALIGNATT: 0.3}
 _BETA_FORMATS = {
     "pcm16": DEFAULT_FORMAT,
     "g711_ulaw": WireFormat(ULAW, G711_RATE),
@@ -63,6 +69,30 @@ class TurnDetection:
 
 
 @dataclass(frozen=True)
+class LivePolicy:
+    """When words are settled.
+
+    Attributes:
+        name: localagreement (speech/agreement.py) or alignatt (speech/alignatt.py).
+        frames: of 20 ms, that alignatt wants behind a word.
+        step_s: seconds of new audio after which it is transcribed again; 0: the policy's default.
+    """
+
+    name: str = LOCAL_AGREEMENT
+    frames: int = 20
+    step_s: float = 0.0
+
+    @property
+    def steps(self) -> float:
+        """Seconds of new audio after which it is transcribed again."""
+        return self.step_s or _STEPS[self.name]
+
+    def made(self) -> CommitPolicy:
+        """The policy, for a stretch of audio."""
+        return AlignAtt(self.frames) if self.name == ALIGNATT else LocalAgreement()
+
+
+@dataclass(frozen=True)
 class SessionSettings:
     """What a session's audio is, and how it is transcribed.
 
@@ -70,7 +100,9 @@ class SessionSettings:
         language: ISO code; None: detected in each item.
         prompt: names and words that may come up.
         turn_detection: None: the client commits.
-        step_s: seconds of new audio after which it is transcribed again.
+        policy: when words are settled, and how often it is transcribed again.
+        task: "transcribe", or "translate" (Whisper's own, into English).
+        view: the name under which others may watch; None: nobody may.
         least_probability: of speech, where there is no turn detection.
     """
 
@@ -78,8 +110,10 @@ class SessionSettings:
     language: str | None = None
     prompt: str = ""
     turn_detection: TurnDetection | None = TurnDetection()
-    step_s: float = 1.0
+    policy: LivePolicy = LivePolicy()
     least_probability: float = 0.5
+    task: str = "transcribe"
+    view: str | None = None
 
     @property
     def threshold(self) -> float:
@@ -95,11 +129,17 @@ class SettingsParser:
         vocabulary: of the served model.
         models: names of the served model, the public one first.
         default: settings that no update has named.
+        guided: whether the server tells what tokens attend to, which alignatt needs.
     """
 
     def __init__(
-        self, vocabulary: WhisperVocabulary, models: Sequence[str], default: SessionSettings
+        self,
+        vocabulary: WhisperVocabulary,
+        models: Sequence[str],
+        default: SessionSettings,
+        guided: bool = False,
     ):
+        self._guided = guided
         self._vocabulary = vocabulary
         self._models = models
         language = None if vocabulary.multilingual else "en"
@@ -129,16 +169,29 @@ class SettingsParser:
         beta = event["type"] == BETA
         given = beta_fields(session) if beta else ga_fields(session)
         check_include(session)
+        for name, (path, value) in given.items():
+            now = self.field("beta_format" if beta and name == "format" else name, value, path, now)
+        return now
+
+    def field(self, name: str, value: Any, path: str, now: SessionSettings) -> SessionSettings:
+        """The settings, of the same class, after the update of one field.
+
+        Args:
+            name: of session.audio.input, or EXTENSION.
+            path: where it stood.
+
+        Raises:
+            ApiError: it is wrong; what was expected.
+        """
         takes: dict[str, Callable[[Any, str, SessionSettings], SessionSettings]] = {
-            "format": self._beta_format if beta else self._format,
+            "beta_format": self._beta_format,
+            "format": self._format,
             "transcription": self._transcription,
             "turn_detection": self._turn_detection,
             "noise_reduction": _noise_reduction,
             EXTENSION: self._extension,
         }
-        for name, (path, value) in given.items():
-            now = takes[name](value, path, now)
-        return now
+        return takes[name](value, path, now)
 
     def _beta_format(self, value: Any, path: str, now: SessionSettings) -> SessionSettings:
         if value is None:
@@ -190,9 +243,34 @@ class SettingsParser:
         return replace(now, turn_detection=replace(before, **taken))
 
     def _extension(self, value: Any, path: str, now: SessionSettings) -> SessionSettings:
-        fields = checked(Extension, value or {}, path)
-        step_s = self.default.step_s if fields.step_ms is None else fields.step_ms / 1000
-        return replace(now, step_s=step_s)
+        if value is None:
+            return replace(now, policy=self.default.policy, view=None)
+        return self.extended(checked(Extension, value, path), path, now)
+
+    def extended(self, fields: Extension, path: str, now: SessionSettings) -> SessionSettings:
+        """The settings after an update of our own fields, which stand at `path`.
+
+        Raises:
+            ApiError: alignatt, where the server cannot do it.
+        """
+        default, given = self.default.policy, fields.model_fields_set
+        taken: dict[str, Any] = {}
+        if "step_ms" in given:
+            taken["step_s"] = default.step_s if fields.step_ms is None else fields.step_ms / 1000
+        if "live_policy" in given:
+            taken["name"] = fields.live_policy or default.name
+        if "alignatt_frames" in given:
+            frames = fields.alignatt_frames
+            taken["frames"] = default.frames if frames is None else frames
+        if taken.get("name") == ALIGNATT and not self._guided:
+            raise ApiError(
+                "this server does not tell what tokens attend to, which alignatt needs: it takes "
+                "--speculative-algorithm SSSD and a CPU; localagreement needs neither",
+                param=f"{path}.live_policy",
+                code="not_supported",
+            )
+        now = replace(now, policy=replace(now.policy, **taken))
+        return replace(now, view=fields.view) if "view" in given else now
 
     def described(self, settings: SessionSettings, session_id: str, beta: bool) -> dict[str, Any]:
         """The session as OpenAI's API shows it."""
@@ -207,7 +285,12 @@ class SettingsParser:
             "id": session_id,
             "object": "realtime.transcription_session",
             "include": None,
-            EXTENSION: {"step_ms": round(settings.step_s * 1000)},
+            EXTENSION: {
+                "step_ms": round(settings.policy.steps * 1000),
+                "live_policy": settings.policy.name,
+                "alignatt_frames": settings.policy.frames,
+                "view": settings.view,
+            },
         }
         if beta:
             return shared | {

@@ -2,21 +2,36 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import WebSocket, WebSocketDisconnect
 
 from sglang_ext.api.http import ApiError
-from sglang_ext.api.realtime.realtime_events import TAIL, Event, error_event
-from sglang_ext.api.realtime.realtime_session import RealtimeSession
+from sglang_ext.api.realtime.realtime_events import TAILS, Event, error_event
 
-POLICY, TOO_BIG, INTERNAL, TRY_LATER = 1008, 1009, 1011, 1013
+logger = logging.getLogger(__name__)
+
+NORMAL, POLICY, TOO_BIG, INTERNAL, TRY_LATER = 1000, 1008, 1009, 1011, 1013
 """Close codes (RFC 6455, section 7.4.1, and IANA's registry)."""
 
 _MOST_UNSENT = 512  # events
 _UNSENT_TAILS = 64  # beyond it, what will be replaced anyway is left out
 _LAST_WORDS_S = 1.0
+
+
+class SocketSession(Protocol):
+    """What runs over a socket."""
+
+    async def run(self) -> None:
+        """Returns when the session is over."""
+
+    async def handle(self, text: str) -> None:
+        """Answer one client event."""
+
+    def abandon(self) -> "set[asyncio.Task[None]]":
+        """Give up what runs; it has ended once these tasks are done."""
 
 
 class RealtimeSocket:
@@ -31,7 +46,7 @@ class RealtimeSocket:
     def __init__(
         self,
         socket: WebSocket,
-        session: Callable[[Callable[[Event], None], Callable[[], None]], RealtimeSession],
+        session: Callable[[Callable[[Event], None], Callable[[], None]], SocketSession],
         max_bytes: int,
     ):
         self._socket = socket
@@ -45,8 +60,8 @@ class RealtimeSocket:
         writing = asyncio.create_task(self._write())
         tasks: set[asyncio.Future[Any]] = {
             writing,
+            asyncio.create_task(self._run_session()),
             asyncio.create_task(self._read()),
-            asyncio.create_task(self._session.run()),
             self._ended,
         }
         try:
@@ -60,12 +75,21 @@ class RealtimeSocket:
 
     def send(self, event: Event) -> None:
         """Have an event written; a client that does not read is let go."""
-        if event["type"] == TAIL and self._unsent.qsize() >= _UNSENT_TAILS:
+        if event["type"] in TAILS and self._unsent.qsize() >= _UNSENT_TAILS:
             return
         try:
             self._unsent.put_nowait(event)
         except asyncio.QueueFull:
             self._end(POLICY, f"the client does not read: {_MOST_UNSENT} events wait for it")
+
+    async def _run_session(self) -> None:
+        try:
+            await self._session.run()
+        except Exception:
+            logger.exception("a realtime session failed")
+            self._break()
+        else:
+            self._end(NORMAL, "the session is over")
 
     def _break(self) -> None:
         self.send(error_event(ApiError("the session failed", 500, code="internal_error")))

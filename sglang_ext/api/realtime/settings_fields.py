@@ -15,9 +15,12 @@ M = TypeVar("M", bound=BaseModel)
 EXTENSION = "sglang_ext"
 """The key under which a session has settings that OpenAI's API lacks."""
 
+LOCAL_AGREEMENT, ALIGNATT = "localagreement", "alignatt"
+"""Policies that say when words are settled."""
+
 _MOST_PROMPT_CHARS = 4096
-# Clients send back what session.created has told them.
-_ECHOED = ("id", "object", "expires_at", "client_secret")
+ECHOED = ("id", "object", "expires_at", "client_secret")
+"""Fields that clients send back as session.created has told them."""
 
 
 def _whole(given: Any) -> Any:
@@ -79,12 +82,25 @@ class NoiseReduction(BaseModel):
     )
 
 
+VIEW_NAME = r"[A-Za-z0-9_-]{16,64}"
+"""What a session's view may be called: who knows the name may watch."""
+
+
 class Extension(BaseModel):
     """What OpenAI's API lacks."""
 
     model_config = ConfigDict(strict=True)
 
     step_ms: _Milliseconds | None = Field(None, ge=100, le=5000)
+    live_policy: Literal["localagreement", "alignatt"] | None = Field(
+        None, description=f"{LOCAL_AGREEMENT} or {ALIGNATT}"
+    )
+    alignatt_frames: Annotated[int, BeforeValidator(_whole)] | None = Field(None, ge=0, le=500)
+    view: Text | None = Field(
+        None,
+        pattern=f"^{VIEW_NAME}$",
+        description="16 to 64 letters, digits, - and _, chosen at random, or null",
+    )
 
 
 Given = dict[str, tuple[str, Any]]
@@ -100,14 +116,14 @@ def ga_fields(session: Mapping[str, Any]) -> Given:
     if session.get("type") != "transcription":
         expected = "transcription: this server transcribes, and holds no conversation"
         raise wrong("session.type", expected, session.get("type"))
-    known_fields(session, ("type", "audio", "include", EXTENSION, *_ECHOED), "session")
+    known_fields(session, ("type", "audio", "include", EXTENSION, *ECHOED), "session")
     audio = object_of(session, "audio", "session.audio") or {}
     known_fields(audio, ("input",), "session.audio")
     given = object_of(audio, "input", "session.audio.input") or {}
     names = ("format", "transcription", "turn_detection", "noise_reduction")
     known_fields(given, names, "session.audio.input")
     found: Given = {n: (f"session.audio.input.{n}", given[n]) for n in names if n in given}
-    return found | _extension_of(session)
+    return found | extension_of(session)
 
 
 def beta_fields(session: Mapping[str, Any]) -> Given:
@@ -122,14 +138,15 @@ def beta_fields(session: Mapping[str, Any]) -> Given:
         "turn_detection": "turn_detection",
         "input_audio_noise_reduction": "noise_reduction",
     }
-    known_fields(session, (*names, "include", "modalities", EXTENSION, *_ECHOED), "session")
+    known_fields(session, (*names, "include", "modalities", EXTENSION, *ECHOED), "session")
     found: Given = {
         name: (f"session.{long}", session[long]) for long, name in names.items() if long in session
     }
-    return found | _extension_of(session)
+    return found | extension_of(session)
 
 
-def _extension_of(session: Mapping[str, Any]) -> Given:
+def extension_of(session: Mapping[str, Any]) -> Given:
+    """Our own field, where it is there."""
     return {EXTENSION: (f"session.{EXTENSION}", session[EXTENSION])} if EXTENSION in session else {}
 
 

@@ -38,7 +38,10 @@ class Turn:
         self._given = Given()
         self._frames = 0
         options = StreamOptions(
-            step_s=settings.step_s, threshold=settings.threshold, most_late_s=_NEVER_S
+            step_s=settings.policy.steps,
+            threshold=settings.threshold,
+            most_late_s=_NEVER_S,
+            policy=settings.policy.made,
         )
         self.recognizer = StreamingRecognizer(self._transcribe, options, self._given)
 
@@ -46,6 +49,11 @@ class Turn:
     def seconds(self) -> float:
         """Of audio that it has."""
         return self._frames / FRAMES_PER_SECOND
+
+    @property
+    def language(self) -> str | None:
+        """What it is spoken in, an ISO code; None: that is not known yet."""
+        return self.settings.language if self.decoder is None else self.decoder.language
 
     @property
     def error(self) -> ApiError | None:

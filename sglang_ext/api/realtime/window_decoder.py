@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,11 @@ from sglang_ext.api.realtime.realtime_settings import SessionSettings
 from sglang_ext.api.transcription.chunk_decoder import ChunkDecoder, Deltas
 from sglang_ext.api.transcription.whisper_engine import WhisperEngine
 from sglang_ext.drafters.rehearing import PARAMETER
+from sglang_ext.request_options import MOST_FRAMES
+from sglang_ext.step.token_info import FRAMES
 from speech.chunks import ChunkOptions, single_chunk
+from speech.prompts import WhisperVocabulary
+from speech.segments import Segment
 from speech.streaming import Span, Window
 
 logger = logging.getLogger(__name__)
@@ -57,7 +62,8 @@ class WindowDecoder:
         self._settings = settings
         self._before = before
         self._params = params
-        self._language = settings.language
+        self.language = settings.language
+        """ISO code; None: it was not detected yet."""
         self.error: ApiError | None = None
         """Why the last window that failed did."""
 
@@ -80,25 +86,28 @@ class WindowDecoder:
         chunk = single_chunk(window.samples, window.probabilities, options)
         if chunk is None:
             return []
-        if self._language is None:
-            self._language = await self._engine.detect_language(chunk, self._params)
+        if self.language is None:
+            self.language = await self._engine.detect_language(chunk, self._params)
         said = f"{self._before}{window.prompt}".strip()
         request = _WindowRequest(
             prompt=f"{self._settings.prompt} {said}".strip(),
             # What will be heard again is worth neither: decoding again, nor remembering.
             temperature_fallback=window.final,
             custom_params=self._params_of(window),
+            task=self._settings.task,
         )
         deltas: Deltas = asyncio.Queue()
         result = await ChunkDecoder(self._engine, request, None).decode(
-            chunk, self._language, deltas
+            chunk, self.language, deltas
         )
-        return [Span(s.start, s.end, s.text) for s in result.segments]
+        return [_span(segment, self._engine.vocabulary) for segment in result.segments]
 
     def _params_of(self, window: Window) -> dict[str, Any]:
         params = dict(self._params)
         if not window.final:
             params["ingest"] = False
+        if window.guided:
+            params[FRAMES] = MOST_FRAMES
         if self._rehears:
             start, name = self._hearing
             if start != window.start:
@@ -106,3 +115,16 @@ class WindowDecoder:
             self._hearing = window.start, name
             params |= {"drafter": PARAMETER, PARAMETER: name}
         return params
+
+
+def _span(segment: Segment, vocabulary: WhisperVocabulary) -> Span:
+    """A segment with what its tokens attend to; one that ends in the middle of a character counts
+    to that character."""
+    looks, said = [], b""
+    for token, second in zip(segment.tokens, segment.looks, strict=False):
+        if token < vocabulary.end:
+            said += vocabulary.token_bytes(token)
+            whole = said.decode("utf-8", "ignore")
+            looks.append((len(whole) + (len(whole.encode()) < len(said)), second))
+    known = tuple(look for look in looks if not math.isnan(look[1]))
+    return Span(segment.start, segment.end, segment.text, known)

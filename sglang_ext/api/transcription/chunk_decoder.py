@@ -202,7 +202,10 @@ class ChunkDecoder:
 def _first(decoded: Decoded, count: int) -> Decoded:
     """Its first tokens."""
     return dataclasses.replace(
-        decoded, tokens=decoded.tokens[:count], logprobs=decoded.logprobs[:count]
+        decoded,
+        tokens=decoded.tokens[:count],
+        logprobs=decoded.logprobs[:count],
+        frames=decoded.frames[:count],
     )
 
 

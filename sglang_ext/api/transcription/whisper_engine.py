@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from sglang_ext.api.http import checked_meta
+from sglang_ext.step.token_info import FRAMES
 from sglang_ext.whisper.audio_processor import PcmAudio
-from speech.chunks import Chunk
+from speech.chunks import FRAME_S, Chunk
 from speech.prompts import WhisperVocabulary
 from speech.segments import Decoded
 
@@ -67,6 +68,9 @@ class WhisperEngine:
     ) -> AsyncIterator[Decoded]:
         """What the model writes for a chunk: all so far, again and again; else once, at the end.
 
+        Args:
+            custom_params: of the request; `attended_frames` is cut to what the chunk has.
+
         Raises:
             ApiError: SGLang aborted the request.
             ValueError: SGLang refuses it, for its custom_params for instance.
@@ -74,18 +78,12 @@ class WhisperEngine:
         sampling = {
             "temperature": temperature,
             "max_new_tokens": self.context - len(prompt),
-            "custom_params": dict(custom_params) or None,
+            "custom_params": _params_of(chunk, custom_params) or None,
         }
-        start = prompt.index(self.vocabulary.start)
-        request = self._request(
-            chunk,
-            prompt,
-            sampling,
-            stream=stream,
-            return_logprob=True,
-            logprob_start_len=self._encoder_tokens + start,
-            token_ids_logprob=[self.vocabulary.no_speech],
-        )
+        first = self._encoder_tokens + prompt.index(self.vocabulary.start)
+        asked: dict[str, Any] = {"return_logprob": True, "logprob_start_len": first}
+        asked |= {"token_ids_logprob": [self.vocabulary.no_speech], "stream": stream}
+        request = self._request(chunk, prompt, sampling, **asked)
         tokens: list[int] = []
         logprobs: list[float] = []
         incremental = stream and self._manager.incremental_streaming_output
@@ -105,7 +103,17 @@ class WhisperEngine:
                 no_speech_prob=no_speech,
                 temperature=temperature,
                 finished=reason is not None and reason.get("type") == "stop",
+                frames=self._frames(tokens, meta),
             )
+
+    def _frames(self, tokens: list[int], meta: Mapping[str, Any]) -> tuple[int, ...]:
+        """Decoded.frames of an output."""
+        frames = meta.get(FRAMES) or ()
+        # Pieces of a stream may have those of their own tokens alone.
+        if len(frames) != len(tokens):
+            return ()
+        end = self.vocabulary.end
+        return tuple(f for f, token in zip(frames, tokens, strict=True) if token != end)
 
     def _request(
         self, chunk: Chunk, prompt: list[int], sampling: dict[str, Any], **more: Any
@@ -120,6 +128,14 @@ class WhisperEngine:
             modalities=["audio"],
             **more,
         )
+
+
+def _params_of(chunk: Chunk, params: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's custom_params, for a chunk: behind its audio no frame is asked about."""
+    made = dict(params)
+    if FRAMES in made:
+        made[FRAMES] = min(made[FRAMES], max(1, math.ceil(chunk.duration / FRAME_S)))
+    return made
 
 
 def _no_speech_prob(meta: Mapping[str, Any]) -> float:

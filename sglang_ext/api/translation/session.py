@@ -30,6 +30,7 @@ class State:
     Attributes:
         revision: how many updates there were, the finish included.
         stable, unstable: the translation's text, cut where the mask begins.
+        held: so many tokens of the translation the next one begins with (append_only).
         final: whether nothing is held back.
     """
 
@@ -39,6 +40,7 @@ class State:
     stable: str = ""
     unstable: str = ""
     final: bool = False
+    held: int = 0
 
 
 class Session:
@@ -210,15 +212,15 @@ class Session:
             # What is translated again in a moment would crowd the datastore.
             ingest=self.id if final else None,
             on_text=on_text,
+            held=before.held,
         )
 
     def _commit(self, source: str, translation: Translation, final: bool) -> Message:
         """Make this the state and tell who listens; returns the update."""
-        mask = 0 if final else self.settings.mask
-        stable = self._translator.stable_part(translation, mask)
+        held, stable = self._stable(source, translation, final)
         unstable = translation.text[len(stable) :]
         revision = self.state.revision + 1
-        self.state = State(revision, source, translation, stable, unstable, final)
+        self.state = State(revision, source, translation, stable, unstable, final, held)
         self._last_update = {
             "object": "translation.update",
             "session": self.id,
@@ -237,6 +239,17 @@ class Session:
         }
         self._tell(self._last_update)
         return self._last_update
+
+    def _stable(self, source: str, translation: Translation, final: bool) -> tuple[int, str]:
+        """How many tokens the next translation must begin with, and the text that is stable."""
+        before, mask = self.state, self.settings.mask
+        if not self.settings.append_only:
+            return 0, self._translator.stable_part(translation, 0 if final else mask)
+        if final or not translation.token_ids:
+            return len(translation.token_ids), translation.text
+        if source.strip() == before.source.strip():  # which is no second translation
+            return before.held, before.stable
+        return self._translator.settled(before.translation, translation, before.held, mask)
 
     def _tell(self, message: Message | None) -> None:
         for events in self._listeners:

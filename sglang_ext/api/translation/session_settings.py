@@ -25,13 +25,15 @@ from sglang_ext.request_options import shown
 _BODY_S = 30.0
 _LONGEST_TEMPLATE = 8000
 _LONGEST_LANGUAGE = 64
-_MOST_MASKED = 4096
+MOST_MASKED = 4096
+"""Tokens at a translation's end that may be held back."""
 _MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512  # OpenAI's
 # A character outside the BMP is 12 bytes of JSON escapes; the rest is for the other fields.
 _BYTES_PER_CHAR, _OTHER_BYTES = 12, 256 << 10
 
 
-_LANGUAGE = "a language's English name or ISO 639-1 code"
+LANGUAGE = "a language's English name or ISO 639-1 code"
+"""What a language must be."""
 _METADATA = (
     f"an object of at most {_MOST_METADATA} strings of up to {_LONGEST_VALUE} characters, "
     f"their names of up to {_LONGEST_KEY}"
@@ -46,7 +48,7 @@ def _language(given: str) -> str:
             return NAMES[name.lower()]
     elif 2 < len(name) <= _LONGEST_LANGUAGE and name.isprintable():
         return name
-    raise Unexpected(_LANGUAGE)
+    raise Unexpected(LANGUAGE)
 
 
 def _template(template: str) -> str:
@@ -55,7 +57,9 @@ def _template(template: str) -> str:
     return template
 
 
-_Language = Annotated[Text, AfterValidator(_language)]
+Language = Annotated[Text, AfterValidator(_language)]
+"""A language by its English name; its ISO 639-1 code is taken, too."""
+
 _Key = Annotated[Text, StringConstraints(max_length=_LONGEST_KEY)]
 _Value = Annotated[Text, StringConstraints(max_length=_LONGEST_VALUE)]
 _Salt = Annotated[Text, StringConstraints(max_length=LONGEST_TEXT_FIELD)]
@@ -83,6 +87,8 @@ class SessionSettings(_Body):
         beta: bias towards the last translation, 0 to 1; None: the server's.
         mask: so many tokens at the end of the output are shown as unstable (display-only mask-k).
         trim_draft: so many tokens at the draft's end are not drafted (mask-k that trims the draft).
+        append_only: what was stable stays: it is what two successive translations begin with
+            alike, and the next ones are made to begin with it.
         realign, retrieve: as in custom_params.ssbd.
         temperature: 0 to 2; 0: greedy.
         max_tokens: of a translation; None: as many as its source may need.
@@ -92,12 +98,13 @@ class SessionSettings(_Body):
         metadata: the client's own.
     """
 
-    source_language: _Language = Field(description=_LANGUAGE)
-    target_language: _Language = Field(description=_LANGUAGE)
+    source_language: Language = Field(description=LANGUAGE)
+    target_language: Language = Field(description=LANGUAGE)
     template: Annotated[Text, AfterValidator(_template)] | None = None
     beta: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    mask: int = Field(0, ge=0, le=_MOST_MASKED)
-    trim_draft: int = Field(0, ge=0, le=_MOST_MASKED)
+    mask: int = Field(0, ge=0, le=MOST_MASKED)
+    trim_draft: int = Field(0, ge=0, le=MOST_MASKED)
+    append_only: bool = False
     realign: bool = True
     retrieve: bool = True
     temperature: float = Field(0.0, ge=0, le=2, allow_inf_nan=False)

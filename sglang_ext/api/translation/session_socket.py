@@ -3,11 +3,10 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 from fastapi import WebSocket, WebSocketDisconnect
 
-from sglang_ext.api.http import ApiError
+from sglang_ext.api.http import ApiError, until_one_ends
 from sglang_ext.api.translation.session import Session
 from sglang_ext.api.translation.session_settings import parse_json, parse_update, too_large
 from sglang_ext.api.translation.session_update import Message, RunningUpdate, unknown
@@ -41,14 +40,8 @@ class SessionSocket:
         reading = asyncio.create_task(self._read())
         answering = asyncio.create_task(self._answer_all())
         gone = asyncio.create_task(self._session.gone.wait())
-        tasks: set[asyncio.Task[Any]] = {reading, answering, gone}
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            # Also aborts an update that runs: nobody would see its answer.
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        # Also aborts an update that runs: nobody would see its answer.
+        await until_one_ends({reading, answering, gone})
         if not answering.cancelled() and not isinstance(answering.exception(), WebSocketDisconnect):
             answering.result()
         # The reader was cancelled, so the client was still there.

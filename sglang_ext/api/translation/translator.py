@@ -78,6 +78,7 @@ class Translator:
         namespace: str,
         ingest: str | None,
         on_text: OnText | None = None,
+        held: int = 0,
     ) -> Translation:
         """Translate `source`; if this task is cancelled, SGLang aborts the request.
 
@@ -86,11 +87,15 @@ class Translator:
             namespace: whose served outputs the request reads and joins.
             ingest: the name by which the output joins the datastore; None: it does not.
             on_text: gets the text so far, again and again.
+            held: so many tokens of `draft` the translation begins with, whatever the model would
+                have written (prefix-constrained decoding).
 
         Raises:
             ApiError: the prompt does not fit, or SGLang refused or aborted the request.
         """
-        request = self._request(settings, source, draft, namespace, ingest, on_text is not None)
+        first, rest = tuple(draft[:held]), draft[held:]
+        stream = on_text is not None
+        request = self._request(settings, source, first, rest, namespace, ingest, stream)
         increments = on_text is not None and self._manager.incremental_streaming_output
         tokens: list[int] = []
         text = ""
@@ -105,18 +110,22 @@ class Translator:
                     else:
                         tokens, text = output["output_ids"], output["text"]
                     if on_text is not None:
-                        on_text(text.strip())
+                        on_text((self._decoded([*first, *tokens]) if first else text).strip())
         except ValueError as error:  # SGLang's, and those of custom_params
             raise ApiError(str(error)) from error
         except HTTPException as error:
             raise ApiError(str(error.detail), error.status_code) from error
-        kept = self._without_end(tokens, meta)
+        return self._translation(first + self._without_end(tokens, meta), len(tokens), meta)
+
+    def _translation(
+        self, kept: tuple[int, ...], written: int, meta: Mapping[str, Any]
+    ) -> Translation:
         return Translation(
             token_ids=kept,
             text=self._decoded(kept).strip(),
             finish_reason="length" if _reason(meta).get("type") == "length" else "stop",
             prompt_tokens=meta.get("prompt_tokens", 0),
-            completion_tokens=meta.get("completion_tokens", len(tokens)),
+            completion_tokens=meta.get("completion_tokens", written),
             accepted_draft_tokens=meta.get("spec_num_correct_drafts", 0),
         )
 
@@ -135,10 +144,35 @@ class Translator:
             end -= 1
         return translation.text[:end]
 
+    def settled(
+        self, before: Translation, now: Translation, held: int, mask: int
+    ) -> tuple[int, str]:
+        """What two successive translations begin with alike (LocalAgreement-2, Liu et al. 2020).
+
+        A last word counts in neither: it may be half of one, or end where the source breaks off.
+
+        Args:
+            held: so many tokens are settled already; there are no fewer of them.
+            mask: so many tokens at the end are not settled.
+
+        Returns:
+            How many tokens of `now` are settled, and their text, which ends where a word ends.
+        """
+        alike = _common(before.token_ids, now.token_ids)
+        furthest = min(_last_word(before.text), _last_word(now.text))
+        for count in range(min(alike, len(now.token_ids) - mask), held, -1):
+            text = self._decoded(now.token_ids[:count]).lstrip()
+            # A model writes words with the space before them: it could not go on behind a space.
+            if len(text) <= furthest and text == text.rstrip() and _is_whole(now.text, text):
+                return count, text
+        # What was held began this translation: its text is not less than it was.
+        return held, self._decoded(now.token_ids[:held]).strip()
+
     def _request(
         self,
         settings: SessionSettings,
         source: str,
+        held: Sequence[int],
         draft: Sequence[int],
         namespace: str,
         ingest: str | None,
@@ -147,7 +181,7 @@ class Translator:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         source = source.strip()
-        prompt = self._prompt(settings, source)
+        prompt = [*self._prompt(settings, source), *held]
         ssbd = {
             "draft": list(draft) or None,
             "beta": settings.beta,
@@ -158,7 +192,7 @@ class Translator:
         # As /v1/chat/completions: the model's own settings hold where the session has none.
         sampling = self._manager.model_config.get_default_sampling_params() | {
             "temperature": settings.temperature,
-            "max_new_tokens": self._max_tokens(settings, source, len(prompt)),
+            "max_new_tokens": self._max_tokens(settings, source, len(prompt), len(held)),
             "custom_params": {
                 "drafter": "ssbd",
                 "namespace": namespace,
@@ -201,8 +235,13 @@ class Translator:
         # The template has written the special tokens.
         return list(self._tokenizer.encode(rendered, add_special_tokens=False))
 
-    def _max_tokens(self, settings: SessionSettings, source: str, prompt_tokens: int) -> int:
+    def _max_tokens(
+        self, settings: SessionSettings, source: str, prompt_tokens: int, held: int
+    ) -> int:
         """The most tokens to write.
+
+        Args:
+            prompt_tokens: with the `held` ones of the translation at its end.
 
         Raises:
             ApiError: the context has no room for any.
@@ -217,7 +256,7 @@ class Translator:
                 code="context_length_exceeded",
             )
         if settings.max_tokens is not None:
-            return min(room, settings.max_tokens)
+            return min(room, max(1, settings.max_tokens - held))
         tokens = len(self._tokenizer.encode(source, add_special_tokens=False))
         return min(room, _TOKENS_PER_SOURCE_TOKEN * tokens + _MORE_TOKENS)
 
@@ -232,10 +271,24 @@ class Translator:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
-def _common(a: str, b: str) -> int:
-    """How many characters both begin with."""
+def _common(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many characters, or tokens, both begin with."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def _last_word(text: str) -> int:
+    """Where the last word begins, in characters."""
+    end = next((i for i in range(len(text) - 1, -1, -1) if text[i].isalnum()), 0)
+    while _within_character(text, end) or _within_word(text, end):
+        end -= 1
+    return end
+
+
+def _is_whole(text: str, start: str) -> bool:
+    """Whether `start` is a beginning of `text` that ends where a word and a character end."""
+    end = len(start)
+    return text.startswith(start) and not (_within_character(text, end) or _within_word(text, end))
 
 
 def _within_character(text: str, end: int) -> bool:

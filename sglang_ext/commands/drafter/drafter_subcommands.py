@@ -127,6 +127,19 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     train.add_argument("--out", metavar="DIR", type=Path, required=True)
     train.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     train.add_argument("--shape", choices=tuple(SHAPES), default="small", help="[%(default)s]")
+    train.add_argument(
+        "--encoder",
+        choices=("own", "target"),
+        default="own",
+        help="who reads a source: layers of the drafter, or the target itself, whose states the "
+        "drafter takes [%(default)s]",
+    )
+    train.add_argument(
+        "--encoder-layer",
+        type=whole_number,
+        default=0,
+        help="behind so many layers of the target [two thirds of them]",
+    )
     train.add_argument("--block", type=whole_number, default=10, help="k [%(default)d]")
     train.add_argument(
         "--outputs", type=whole_number, default=8000, help="tokens it can draft [%(default)d]"

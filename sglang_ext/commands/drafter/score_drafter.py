@@ -2,13 +2,17 @@
 
 import argparse
 import json
+import tempfile
 import time
+from contextlib import ExitStack
+from pathlib import Path
 
 from sglang_ext.block_drafter.accepted_tokens import replay
 from sglang_ext.block_drafter.block_predictor import BlockPredictor
 from sglang_ext.block_drafter.drafter_files import load_drafter
 from sglang_ext.block_drafter.drafter_manifest import check_target
 from sglang_ext.block_drafter.target_models import load_target
+from sglang_ext.block_drafter.target_states import StatesReader, check_examples, kept_states
 from sglang_ext.block_drafter.trainer import blocks_to_score
 from sglang_ext.block_drafter.training_data import read_file
 from sglang_ext.block_drafter.training_set import as_pairs
@@ -23,13 +27,21 @@ def run(args: argparse.Namespace) -> int:
     target = load_target(args.model)
     check_target(args.folder, loaded.manifest, target.name, target.tokenizer)
     data = read_file(args.data, target, _MOST_TOKENS)
-    pairs = as_pairs(data, loaded.manifest.source, loaded.kept, args.most)
+    del data.examples[args.most :]
     predictor = BlockPredictor(loaded.model, int8=args.device == "cpu")
     scores = {}
-    started = time.monotonic()
-    for k in blocks_to_score(loaded.manifest.shape.block):
-        scores[k] = replay(predictor, pairs.sources, pairs.outputs, k)
-    seconds = time.monotonic() - started
+    with ExitStack() as stack:
+        manifest, states = loaded.manifest, None
+        if manifest.states is not None:
+            check_examples(data)
+            reader = StatesReader(args.model, manifest.states.layer, args.device)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()), "states")
+            states = stack.enter_context(kept_states(folder, data, manifest.source, reader))
+        pairs = as_pairs(data, manifest.source, loaded.kept, args.most, states)
+        started = time.monotonic()
+        for k in blocks_to_score(manifest.shape.block):
+            scores[k] = replay(predictor, pairs.sources, pairs.outputs, k)
+        seconds = time.monotonic() - started
     if args.json:
         print(json.dumps({f"accepted_per_step_k{k}": a.per_step for k, a in scores.items()}))
         return 0

@@ -53,10 +53,14 @@ def _lines(manifest: Manifest) -> Iterator[tuple[str, str]]:
     shape, data, training = manifest.shape, manifest.data, manifest.training
     yield "target", f"{manifest.target} (tokenizer {manifest.tokenizer})"
     yield "k", f"{shape.block}, behind a window of {shape.window} tokens"
+    layers = f"{shape.encoder_layers}-{shape.decoder_layers}"
+    if manifest.states is not None:
+        read = f"the target behind layer {manifest.states.layer}"
+        yield "encoder", f"{read}, states of {manifest.states.width} numbers"
+        layers = str(shape.decoder_layers)
     yield (
         "shape",
-        f"{shape.encoder_layers}-{shape.decoder_layers} layers, width {shape.width}, "
-        f"{manifest.outputs:,} tokens can be drafted",
+        f"{layers} layers, width {shape.width}, {manifest.outputs:,} tokens can be drafted",
     )
     rule = manifest.source
     template = len(rule.before) + len(rule.after)

@@ -2,18 +2,23 @@
 
 import argparse
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from tqdm import tqdm
 
+from sglang_ext.block_drafter.block_predictor import States
 from sglang_ext.block_drafter.checkpoints import FOLDER
 from sglang_ext.block_drafter.drafter_manifest import (
     BlockDrafterError,
     Manifest,
+    SourceRule,
     is_drafter_folder,
 )
 from sglang_ext.block_drafter.shapes import SHAPES, Shape
 from sglang_ext.block_drafter.target_models import TargetModel, load_target
+from sglang_ext.block_drafter.target_states import StatesReader, check_examples, kept_states
 from sglang_ext.block_drafter.trainer import Progress, Recipe, Trainer
 from sglang_ext.block_drafter.training_data import (
     TrainingData,
@@ -36,7 +41,13 @@ def run(args: argparse.Namespace) -> int:
         if args.data
         else read_datastore(args.datastore, target, args.most_tokens, args.namespaces)
     )
-    trained = _train(args, shape, target, data)
+    reader = None
+    if args.encoder == "target":
+        check_examples(data)
+        reader = StatesReader(args.model, args.encoder_layer, args.device)
+    rule = source_rule(data, shape.source_tokens)
+    with _states(args, data, rule, reader) as states:
+        trained = _train(args, shape, target, data, rule, reader, states)
     scores = trained.scores["accepted_per_step"]
     held = trained.scores["held_out"]
     by_k = ", ".join(f"k {k}: {score:.2f}" for k, score in scores.items())
@@ -44,11 +55,35 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _states(
+    args: argparse.Namespace, data: TrainingData, rule: SourceRule, reader: StatesReader | None
+) -> Iterator[list[States] | None]:
+    """The target's states of the sources, where they are read."""
+    if reader is None:
+        yield None
+        return
+    with tqdm(total=len(data.examples), unit="prompt", file=sys.stderr, desc="reading") as bar:
+
+        def tell(read: int) -> None:
+            bar.update(read - bar.n)
+
+        with kept_states(args.out / FOLDER, data, rule, reader, tell) as states:
+            bar.close()
+            yield states
+
+
 def _train(
-    args: argparse.Namespace, shape: Shape, target: TargetModel, data: TrainingData
+    args: argparse.Namespace,
+    shape: Shape,
+    target: TargetModel,
+    data: TrainingData,
+    rule: SourceRule,
+    reader: StatesReader | None,
+    states: Sequence[States] | None,
 ) -> Manifest:
-    rule = source_rule(data, shape.source_tokens)
-    made = make_training_set(data, rule, target.ends, target.vocab_size, args.outputs, args.outputs)
+    most = args.outputs
+    made = make_training_set(data, rule, target.ends, target.vocab_size, most, most, states)
     learned = f"{len(made.learned):,} outputs, {len(made.held_out):,} held out"
     print(f"{data.origin}: {learned}, {data.left_out:,} left out", file=sys.stderr)
     manifest = Manifest(
@@ -61,6 +96,7 @@ def _train(
         outputs=made.kept.outputs,
         weights=_NO_WEIGHTS,
         data={**data.summary(), "digest": data.digest()},
+        states=None if reader is None else reader.states,
     )
     data.examples.clear()  # as much memory again as the rows that were made of them
     with tqdm(total=args.steps, unit="step", file=sys.stderr, desc="training") as bar:
@@ -77,6 +113,8 @@ def _train(
 
 def _check(args: argparse.Namespace) -> None:
     """Raises BlockDrafterError: the output folder or the device cannot be used."""
+    if args.encoder_layer and args.encoder != "target":
+        raise BlockDrafterError("--encoder-layer is a layer of the target: give --encoder target")
     if args.namespaces and not args.datastore:
         raise BlockDrafterError("--namespaces are those of a --datastore")
     if is_drafter_folder(args.out) and not (args.out / FOLDER).is_dir():

@@ -8,6 +8,8 @@ from scripts.lib.server import Server
 
 WHISPER = "whisper-base"
 MAX_UPLOAD_MB = 24
+JFK = "ask not what your country can do for you, ask what you can do for your country."
+"""The end of what is said in jfk.flac."""
 
 
 @pytest.fixture(scope="package")

@@ -18,9 +18,9 @@ from whisper.normalizers import EnglishTextNormalizer
 from scripts.lib.http_client import HTTP
 from scripts.lib.server import Server
 from scripts.speech_data import FOLDER, read_audio
+from tests.server.speech.conftest import JFK
 from tests.unit.speech.test_wire_audio import encoded
 
-JFK = "ask not what your country can do for you, ask what you can do for your country."
 COMPLETED = "conversation.item.input_audio_transcription.completed"
 DELTA = "conversation.item.input_audio_transcription.delta"
 TAIL = "sglang_ext.input_audio_transcription.tail"

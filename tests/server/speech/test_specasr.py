@@ -1,11 +1,18 @@
 """SpecASR on a real server: plain SGLang Whisper's tokens in every mode, alone and in a batch."""
 
+import asyncio
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from whisper.model import disable_sdpa
 
 from scripts.lib.http_client import HTTP
+from scripts.lib.live_client import FORMATS, stream
 from scripts.lib.served_metrics import read_metrics
 from scripts.lib.server import Server
 from scripts.lib.speech_client import (
@@ -15,7 +22,13 @@ from scripts.lib.speech_client import (
     transcribe,
     transcribe_all,
 )
+from scripts.lib.word_errors import WordErrors
 from scripts.speech_data import FOLDER, read_clips
+from sglang_ext.models import resolve
+from speech.alignment import load_whisper
+from speech.audio import SAMPLE_RATE, log_mels
+from speech.prompts import WhisperVocabulary
+from tests.server.speech.conftest import JFK
 
 CLIPS = 8
 
@@ -63,6 +76,68 @@ def test_modes_share_a_batch(specasr, speech, plain):
         ]
         got = [future.result() for future in asked]
     assert [t.token_ids for t in got] == [t.token_ids for t in plain]
+
+
+def test_attended_frames_are_whispers_with_any_draft_in_any_batch(specasr, speech, plain):
+    """Half of the requests ask; their frames are those of openai-whisper's own attention."""
+    modes: list[dict[str, Any]] = [
+        {"drafter": "none"}, {"specasr": {"mode": "tsp"}}, {"specasr": {"mode": "fixed"}},
+        {"drafter": "random"},
+    ]  # fmt: skip
+    clips = speech[:2]
+    asked = [math.ceil(len(clip.clip.mono(SAMPLE_RATE)) / 320) for clip in clips]
+    jobs = [
+        (i, {**mode, "budget": "fixed", **extra})
+        for mode in modes
+        for i in range(len(clips))
+        for extra in ({"attended_frames": asked[i]}, {})
+    ]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        got = list(pool.map(lambda job: transcribe(specasr.base_url, clips[job[0]], job[1]), jobs))
+    wanted = [whispers_frames(clips[i], plain[i].token_ids, asked[i]) for i in range(len(clips))]
+    for (i, params), made in zip(jobs, got, strict=True):
+        assert made.token_ids == plain[i].token_ids, params
+        assert len(made.frames) == (len(made.token_ids) if "attended_frames" in params else 0)
+        apart = [abs(a - b) for a, b in zip(made.frames, wanted[i], strict=False)]
+        # Sums are in another order: where two frames weigh the same, either may be it.
+        assert sum(a > 1 for a in apart) <= len(apart) // 20, (params, made.frames, wanted[i])
+
+
+def whispers_frames(speech: Speech, tokens: list[int], frames: int) -> list[int]:
+    """The frame that weighs most in openai-whisper's alignment heads, for each token."""
+    folder = Path(resolve("whisper-base"))
+    model = load_whisper(folder)
+    weights: dict[int, torch.Tensor] = {}
+    for layer, block in enumerate(model.decoder.blocks):
+        block.cross_attn.register_forward_hook(
+            lambda _m, _i, made, layer=layer: weights.__setitem__(layer, made[1][0])
+        )
+    mel = log_mels(speech.clip.mono(SAMPLE_RATE), model.dims.n_mels)
+    prompt = WhisperVocabulary(model.dims.n_vocab).prompt("en")
+    with torch.inference_mode(), disable_sdpa():
+        model(mel[None], torch.tensor([[*prompt, *tokens]]))
+    rows = slice(len(prompt) - 1, len(prompt) - 1 + len(tokens))
+    chosen = model.alignment_heads.indices().T.tolist()
+    read = [weights[layer][head, rows, :frames].softmax(-1) for layer, head in chosen]
+    return torch.stack(read).mean(0).argmax(-1).tolist()
+
+
+def test_a_live_session_shows_words_by_what_they_attend_to(specasr):
+    """In real time, with SpecASR's drafts and the last hypothesis's.
+
+    A slow machine hears more audio at a step, and AlignAtt keeps what it showed: some words may
+    differ, most may not.
+    """
+    clip = next(clip for clip in read_clips(FOLDER) if clip.name == "jfk.flac")
+    runs = [
+        asyncio.run(
+            stream(specasr.base_url, "none", clip, FORMATS[0], {"live_policy": p, "step_ms": 1000})
+        )
+        for p in ("localagreement", "alignatt")
+    ]
+    for run in runs:
+        assert not run.errors and not run.mismatches
+        assert WordErrors([f"And so my fellow Americans, {JFK}"]).rate([run.text]) < 0.4, run.text
 
 
 @pytest.mark.parametrize(

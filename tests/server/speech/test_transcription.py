@@ -23,12 +23,11 @@ from whisper.normalizers import EnglishTextNormalizer
 from scripts.lib.http_client import HTTP
 from scripts.lib.server import Server
 from scripts.speech_data import FOLDER, FORMATS, Clip, encode, read_audio, read_references
-from tests.server.speech.conftest import MAX_UPLOAD_MB
+from tests.server.speech.conftest import JFK, MAX_UPLOAD_MB
 from tests.server.speech.conftest import WHISPER as MODEL
 from tests.unit.speech.wav_files import wav_file
 
 RATE = 16_000
-JFK = "ask not what your country can do for you, ask what you can do for your country."
 LIMIT_S = 4 * 3600
 
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the speech clips are not here")

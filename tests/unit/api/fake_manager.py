@@ -108,7 +108,14 @@ class FakeManager:
         (self.gate.set if is_open else self.gate.clear)()
 
     def source(self, request):
-        return self.tokenizer.decode(request.input_ids[1:-1]).rpartition("\n")[2]
+        ids = request.input_ids
+        message = ids[1 : len(ids) - len(self.held(request))]
+        return self.tokenizer.decode(message, skip_special_tokens=True).rpartition("\n")[2]
+
+    def held(self, request):
+        """The tokens behind the prompt, with which the answer begins."""
+        ids = request.input_ids
+        return ids[ids.index(ASSISTANT) + 1 :] if ASSISTANT in ids else []
 
     async def generate_request(self, request):
         self.requests.append(request)
@@ -125,7 +132,7 @@ class FakeManager:
 
     async def _outputs(self, request):
         text = self.source(request).upper() if self.answer is None else self.answer
-        whole = [*self.tokenizer.encode(text), EOS]
+        whole = [*self.tokenizer.encode(text)[len(self.held(request)) :], EOS]
         limit = request.sampling_params["max_new_tokens"]
         tokens = whole[:limit]
         sent = 0

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from sglang_ext.api.translation.sentence_translations import Translated
 from sglang_ext.captions.display import DisplayError, JsonLines, Lines, Moment, Terminal
-from sglang_ext.captions.sentences import Sentence
 from sglang_ext.captions.session_summary import Summary
-from sglang_ext.captions.translation import Translated
+from speech.sentences import Sentence
 
 NOW = Moment(63.27, 63.0)
 SUMMARY = Summary(11.0, 22, 1.5, 2.0, 0.25, 20, 0.5, 0.1, 0.0, 0)

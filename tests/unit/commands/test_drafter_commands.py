@@ -19,6 +19,7 @@ from sglang_ext.block_drafter.training_data import DATASTORE_PROMPT_TAIL, read_d
 from sglang_ext.commands.datastore import add_commands as add_datastore_commands
 from sglang_ext.commands.drafter import add_commands
 from sglang_ext.drafters.sssd import PROMPT_TAIL
+from tests.unit.mirror.tiny_lms import write_lm
 
 VOCAB_SIZE, END = 64, 2
 WORDS = [f"w{i}" for i in range(40)]
@@ -257,3 +258,25 @@ def test_another_tokenizers_datastore_is_refused(tmp_path, store, capsys):
     other = make_target(tmp_path / "other", WORDS)
     asked = ["train", "--datastore", store, "--model", other, "--out", tmp_path / "d"]
     assert "tokenizer" in error_of(capsys, *asked)
+
+
+def test_the_target_can_be_the_encoder(tmp_path, url, store, capsys):
+    target = make_target(tmp_path / "parrot", ["say", *WORDS])
+    write_lm(tmp_path / "parrot", vocab_size=VOCAB_SIZE)
+    assert distil(tmp_path, target, url) == 0
+    data, made = ["--data", tmp_path / "data.jsonl", "--model", target], tmp_path / "made"
+    shared = ["--encoder", "target"]
+    assert run("drafter", "train", *data, "--out", made, *QUICK, *shared, "--encoder-layer", 1) == 0
+    assert sorted(path.name for path in made.iterdir()) == ["drafter.json", "model.safetensors"]
+    manifest = read_manifest(made)
+    assert manifest.states is not None and manifest.states.layer == 1
+    capsys.readouterr()
+    assert run("drafter", "show", made) == 0
+    assert "the target behind layer 1, states of 64 numbers" in capsys.readouterr().out
+    assert run("drafter", "eval", made, *data, "--json") == 0
+    assert 1 <= json.loads(capsys.readouterr().out)["accepted_per_step_k4"] <= 3
+
+    asked = ["train", "--model", target, "--out", tmp_path / "other"]
+    told = error_of(capsys, *asked, "--data", tmp_path / "data.jsonl", "--encoder-layer", 2)
+    assert "give --encoder target" in told
+    assert "--encoder own" in error_of(capsys, *asked, "--datastore", store, *shared)

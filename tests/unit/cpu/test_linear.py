@@ -12,6 +12,7 @@ from sglang.srt.layers.quantization.unquant import (
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_ext.cpu import linear
+from sglang_ext.cpu.group_weights import GroupWeight
 
 SHAPES = [(960, 576), (576, 1536), (3072, 576), (37, 19), (512, 2048)]
 
@@ -112,3 +113,46 @@ def test_environment_turns_it_off(monkeypatch):
     monkeypatch.delenv(linear.PREPACK_VARIABLE)
     linear.register()
     assert len(registered) == 5
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("int4", 4)])
+def test_weight_formats(generator, monkeypatch, kind, bits):
+    """Layers get the format's bits, a head 8, and new weights are packed in the same way."""
+    monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", kind)
+    layer, head = (layer_of(torch.randn(48, 64, generator=generator)) for _ in range(2))
+    linear._pack_linear(None, UnquantizedLinearMethod(), layer)
+    linear._pack_head(None, UnquantizedEmbeddingMethod(), head)
+    x = torch.randn(3, 64, generator=generator)
+    for made, expected in ((layer, bits), (head, 8)):
+        out = made.quant_method.apply(made, x)
+        assert torch.equal(out, GroupWeight(made.weight, expected).linear(x))
+    fresh = torch.randn(48, 64, generator=generator)
+    layer.weight.data.copy_(fresh)
+    linear._note_update(None)
+    assert torch.equal(layer.quant_method.apply(layer, x), GroupWeight(fresh, bits).linear(x))
+    assert torch.equal(head.quant_method.embedding(head, torch.tensor([7])), head.weight[7:8])
+
+
+def test_a_layer_that_groups_do_not_fit_stays_as_it_is(generator, monkeypatch):
+    monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", "int8")
+    layer = layer_of(torch.randn(24, 40, generator=generator))
+    linear._pack_linear(None, UnquantizedLinearMethod(), layer)
+    x = torch.randn(3, 40, generator=generator)
+    torch.testing.assert_close(layer.quant_method.apply(layer, x), F.linear(x, layer.weight))
+
+
+def test_formats_do_not_need_prepacking(monkeypatch):
+    registered = []
+    monkeypatch.setattr(HookRegistry, "register", lambda *a: registered.append(a[0]))
+    monkeypatch.setenv(linear.PREPACK_VARIABLE, "0")
+    monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", "int8")
+    linear.register()
+    assert len(registered) == 5
+
+
+@pytest.mark.parametrize(("kind", "bits_read"), [("fp32", 32), ("int8", 8.5), ("int4", 5)])
+def test_a_layer_tells_what_its_product_reads(generator, monkeypatch, kind, bits_read):
+    monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", kind)
+    layer = torch.nn.Linear(64, 48, bias=False)
+    linear._pack_linear(None, UnquantizedLinearMethod(), layer)
+    assert layer.quant_method.read_bytes(layer) * 8 == 64 * 48 * bits_read

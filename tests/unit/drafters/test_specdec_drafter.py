@@ -8,7 +8,9 @@ from sglang.srt.environ import envs
 
 from sglang_ext.block_drafter.drafter_files import save_drafter
 from sglang_ext.block_drafter.drafter_manifest import NAME
-from sglang_ext.drafters import DrafterContext, DrafterError, DraftRequest, load
+from sglang_ext.block_drafter.nat_model import BlockModel
+from sglang_ext.block_drafter.shapes import TargetStates
+from sglang_ext.drafters import DrafterContext, DrafterError, DraftRequest, PromptStates, load
 from sglang_ext.drafters.specdec import BlockDrafter, BlockOptions
 from sglang_ext.options import Options
 from sglang_ext.preflight import PreflightError, check_launch
@@ -234,3 +236,63 @@ def test_an_untrained_drafter_proposes_trees_that_are_possible(tmp_path):
         (tree,) = drafter.propose([made], 40)
         tree.check(VOCAB)
         made.output.append(int(tree.tokens[0]))
+
+
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory):
+    """An untrained drafter that reads a target's states of 8 numbers."""
+    made, data = tmp_path_factory.mktemp("shared") / "d", repeating(40)
+    kept = untrained()[1]
+    states = TargetStates(3, 8)
+    model = BlockModel(SHAPE, kept.num_rows, kept.num_classes, states=states)
+    stated = manifest(data, training_set(data)[1], kept.outputs, states=states)
+    save_drafter(made, stated, model, kept)
+    return made
+
+
+def test_a_shared_encoder_reads_the_targets_states_once_and_of_the_source_alone(shared_folder):
+    drafter, asked = BlockDrafter(context(shared_folder)), []
+
+    def states(begin: int, end: int) -> PromptStates:
+        asked.append((begin, end))
+        return PromptStates(torch.ones(end - begin, 8).half(), torch.arange(end - begin))
+
+    made = dataclasses.replace(request(12, []), prompt_states=states)
+    assert drafter.prompt_layer == 3
+    drafter.prefill([made])
+    (chain,) = drafter.prefill_draft([made], 8)
+    assert not len(chain) and not asked  # the target has yet to read
+    made.output.append(12)
+    drafter.start(made)
+    for _ in range(2):
+        (tree,) = drafter.propose([made], 8)
+        assert len(tree)
+    assert asked == [(2, 4)]  # of [5, 6, 12, 10, 7]
+    assert drafter.counters["sources"] == 1 and drafter.counters["source_tokens"] == 2
+    assert made.state.memory.keys_values.shape[3] == 2
+
+
+def test_without_states_the_block_is_silent_and_others_of_the_batch_are_not(shared_folder):
+    drafter = BlockDrafter(context(shared_folder))
+
+    def states(begin: int, end: int) -> PromptStates:
+        return PromptStates(torch.ones(1, 8).half(), torch.tensor([1]))
+
+    def none(begin: int, end: int) -> PromptStates:
+        return PromptStates(torch.ones(0, 8).half(), torch.arange(0))
+
+    given = [none, states, None]
+    rows = [dataclasses.replace(request(12, [12]), prompt_states=each) for each in given]
+    for row in rows:
+        drafter.start(row)
+    assert [len(tree) > 0 for tree in drafter.propose(rows, 8)] == [False, True, False]
+    assert [len(tree) for tree in drafter.propose([rows[0]], 8)] == [0]
+
+
+def test_a_source_is_refused_where_the_target_is_the_encoder(shared_folder, folder, monkeypatch):
+    monkeypatch.setenv("SGLANG_EXT_DRAFT_MODEL", str(shared_folder))
+    with pytest.raises(ValueError, match=r"source must be left out: .* reads the target's states"):
+        BlockDrafter.check({"specdec": {"source": "A man"}})
+    BlockDrafter.check({"specdec": {"branches": 2}})
+    monkeypatch.setenv("SGLANG_EXT_DRAFT_MODEL", str(folder))
+    BlockDrafter.check({"specdec": {"source": "A man"}})

@@ -1,5 +1,7 @@
 """The early exit: where it looks, what it says, and what becomes of its failures."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -121,9 +123,12 @@ def test_a_pass_is_told_of_once_in_its_middle_for_the_rows_asked_about():
         order.append("told")
         told.append((tokens, logprobs))
 
-    with exit.watching(rows, len(TOKENS), tell):
+    began = time.perf_counter()
+    with exit.watching(rows, len(TOKENS), tell) as look:
+        assert look.reached_at is None
         model(TOKENS)
         model(TOKENS)  # whatever else runs within is not what was asked about
+    assert began < look.reached_at < time.perf_counter() - look.seconds
     model(TOKENS)
     assert len(told) == 1 and order[:6] == [0, 1, 2, "told", 3, 0]
     expected = proxy_of(model).candidates(model.states(TOKENS)[2][rows])

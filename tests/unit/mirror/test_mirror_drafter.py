@@ -181,6 +181,36 @@ def test_an_exit_is_passed_on_at_once(drafter, reference):
     assert sorted(seconds)[5] < 1e-3
 
 
+def test_requests_ask_for_fewer_candidates_or_for_none(drafter, reference, monkeypatch):
+    target, sent = Target(reference, "right"), []
+    for params in ({}, {"kappa": 2}, {"exit": False}):
+        one = request("95")
+        one.params = {"mirror": params}
+        one.output.append(target.next(one.prompt))
+        drafter.start(one)
+        assert drafter.wants_early_exit(one) == params.get("exit", True)
+        with monkeypatch.context() as patch:
+            patch.setattr(drafter, "_send", lambda _, records: sent.extend(records))
+            drafter.early_exit([one], target._view([one], [TokenTree.empty()]))
+        drafter.finish(one, False)
+    assert [record.number for record in sent] == [KAPPA, 2, KAPPA]
+
+
+def test_outcomes_that_the_exit_named_are_counted(drafter, reference):
+    named = {}
+    for exit_says in ("right", "wrong", ""):
+        before = dict(drafter.counters)
+        Target(reference, exit_says).serve(drafter, [request("97")], 12)
+        after = drafter.counters
+        named[exit_says] = [
+            after[name] - before[name] for name in ("outcomes", "foreseen_top1", "foreseen_top4")
+        ]
+    outcomes, first, _ = named["right"]
+    assert outcomes == first > 1
+    assert named["wrong"][0] >= named["wrong"][2] >= named["wrong"][1] == 0
+    assert named[""] == [0, 0, 0]
+
+
 def test_the_executor_forgets_requests_that_leave_whichever_way(drafter, reference):
     finished, retracted = request("90"), request("91")
     target = Target(reference, "")
@@ -305,6 +335,20 @@ def test_garbage_from_the_executor_breaks_its_channel_only(drafter, reference):
 def test_what_cannot_draft_ends_the_start(folder, changes, message):
     with pytest.raises(DrafterError, match=message):
         MirrorDrafter(DrafterContext(VOCAB, options(folder, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (3, "mirror must be an object"),
+        ({"depth": 3}, "mirror.'depth' is unknown; known: exit, retrieval, kappa"),
+        ({"exit": 1}, "mirror.exit must be true or false"),
+        ({"kappa": 0}, "mirror.kappa must be a whole number of 1 to 64"),
+    ],
+)
+def test_what_a_request_cannot_ask_for_is_refused_by_name(given, message):
+    with pytest.raises(ValueError, match=message):
+        MirrorDrafter.check({"mirror": given})
 
 
 def test_without_its_exit_it_is_ordinary_speculative_decoding(drafter):

@@ -59,7 +59,9 @@ def test_one_that_misses_does_not_keep_a_batch_waiting():
 
 @pytest.mark.parametrize(("batch", "kappa"), [(1, 8), (15, 8), (16, 4), (32, 2), (64, 1), (99, 1)])
 def test_candidates_shrink_with_the_batch(batch, kappa):
-    assert kappa_for(batch) == kappa
+    assert kappa_for(batch, 8) == kappa
+    assert kappa_for(batch, 1) == 1
+    assert kappa_for(1, 16) == 16
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,8 @@ def bench(request, folder) -> Iterator[Bench]:
     yield from made(folder, request.param)
 
 
-def text(number: int, tokens, first: int = 0) -> list[Record]:
-    return list(messages.text_records(number, tokens, first))
+def text(number: int, tokens, first: int = 0, flags: int = 0) -> list[Record]:
+    return list(messages.text_records(number, tokens, first, flags))
 
 
 def ask(number: int, length: int, wanted: int, name: int = 1) -> Record:
@@ -193,13 +193,20 @@ def test_retrieval_saves_passes_where_the_text_repeats_itself(folder, reference)
     # A text that the model continues in a circle, so that its own past tells what follows.
     output = reference.continued(PROMPT, 120)
     passes = {}
-    for guesses in (False, True):
+    for guesses, flags in ((False, 0), (True, messages.NO_GUESSES), (True, 0)):
         bench = next(made(folder, guesses))
-        bench.tell(*text(1, PROMPT + output))
+        bench.tell(*text(1, PROMPT + output, flags=flags))
         bench.work()
+        totals = bench.executor._rollouts.totals
+        assert totals.asked_steps == totals.asked_tokens == 0 < totals.reading_seconds
         bench.tell(ask(1, len(PROMPT + output), WINDOW))
-        passes[guesses] = bench.work()
+        took = bench.work()
         assert bench.chain(PROMPT + output, WINDOW) == reference.continued(PROMPT + output, WINDOW)
+        # The last chunk of the text has said the first token before it was asked for.
+        assert totals.asked_steps == took and totals.asked_tokens >= WINDOW - 1
+        if flags:
+            assert took == passes[False], "its request does without retrieval"
+        passes[guesses and not flags] = took
     assert passes[True] <= passes[False], passes
     tail = output[-60:]
     if any(tail[i:] == tail[: 60 - i] for i in range(1, 30)):

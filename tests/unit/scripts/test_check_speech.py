@@ -4,7 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from scripts.check_speech import compare, differing, first_difference, undrafted
+from scripts.check_speech import (
+    compare,
+    differing,
+    first_difference,
+    undrafted,
+    word_error_figures,
+)
 from scripts.lib.speech_client import Transcript
 from tests.unit.scripts.test_speech_data import CLIPS
 
@@ -50,3 +56,15 @@ def test_a_mode_that_never_drafted_is_named():
 )
 def test_first_difference(expected, got, at):
     assert first_difference(expected, got) == at
+
+
+def test_word_errors_are_counted_where_there_are_references():
+    clips = [replace(CLIPS[0], reference=said) for said in ("the cat sat down", None)]
+    exact = transcripts("the cat sat down", "x")
+    figures = word_error_figures(clips, exact, transcripts("the hat sat down", "y"))
+    assert figures["wer_fp32"] == 0
+    assert figures["wer"] == pytest.approx(0.25)
+    assert figures["wer_points_lost"] == pytest.approx(25)
+    assert figures["clips_with_reference"] == 1
+    with pytest.raises(ValueError, match="no clip has a reference"):
+        word_error_figures(clips[1:], exact[1:], exact[1:])

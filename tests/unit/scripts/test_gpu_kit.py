@@ -1,5 +1,7 @@
 """The GPU kit's parts that need no GPU: time, results, ties, the planted model, the carry."""
 
+import argparse
+import dataclasses
 import gzip
 import importlib
 import io
@@ -16,7 +18,9 @@ import torch
 from scripts.gpu_kit import carry, features, phase_runner, schedule
 from scripts.gpu_kit.attention_checks import RELATIVE_ERROR, Verify
 from scripts.gpu_kit.checkpoint import SHAPES, lag_vectors, rope_angles, write
+from scripts.gpu_kit.engine import COMMON, gpu_flags
 from scripts.gpu_kit.kit import Kit, Part
+from scripts.gpu_kit.kit_tables import report
 from scripts.gpu_kit.lines import FAILED, NAME, PASSED, Lines
 from scripts.gpu_kit.phases.latency import summary
 from scripts.gpu_kit.phases.lossless import feature_of
@@ -40,7 +44,7 @@ def kit(folder: Path) -> Kit:
 def test_a_phase_gets_its_share_of_what_is_left():
     phases = list(schedule.SECONDS)
     first = schedule.allowance(540, phases)
-    assert first == pytest.approx((540 - schedule.RESERVE_S) * 20 / sum(schedule.SECONDS.values()))
+    assert first == pytest.approx((540 - schedule.RESERVE_S) * 40 / sum(schedule.SECONDS.values()))
     assert schedule.allowance(100, ["trace"]) == 100 - schedule.RESERVE_S
 
 
@@ -137,6 +141,14 @@ def test_a_part_that_dies_is_told_with_its_last_lines(tmp_path, monkeypatch):
     assert phase["status"] == FAILED
 
 
+def test_chosen_parts_alone_are_run(tmp_path):
+    chosen = dataclasses.replace(kit(tmp_path), parts=("acceptance",))
+    assert Kit.from_json(chosen.as_json()) == chosen
+    assert phase_runner._parts(chosen, "kernels") == [("kernels", "acceptance")]
+    with pytest.raises(ValueError, match="phase trace has none of them"):
+        phase_runner.run(chosen, ["kernels", "trace"], 60)
+
+
 def test_a_second_run_does_only_what_has_not_passed(tmp_path, monkeypatch):
     fake_parts(monkeypatch, "open(f'{name}-ran', 'a').write('x')")
     monkeypatch.chdir(tmp_path)
@@ -175,6 +187,24 @@ def test_outputs_part_where_they_differ_or_where_one_ends():
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 5, 3]) == 1
     assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+# Flags
+
+
+def test_the_flags_of_a_gpu_are_sglangs():
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()  # SGLang's own would set this process's log level
+    ServerArgs.add_cli_args(parser)
+    args = parser.parse_args(["--model-path", "here", *COMMON, *gpu_flags([])])
+    assert args.cuda_graph_bs_decode[-1] == args.max_running_requests == 64
+    assert args.context_length == 16384
+
+
+def test_a_flag_that_is_given_takes_the_place_of_a_gpus_own():
+    assert "--context-length" not in gpu_flags(["--context-length", "2048"])
+    assert "--cuda-graph-bs-decode" in gpu_flags(["--context-length", "2048"])
 
 
 # The planted model
@@ -387,3 +417,26 @@ def test_of_a_package_caches_tests_and_large_libraries_stay_behind():
 def test_every_wheel_to_bring_is_locked():
     versions = carry.locked(carry.REPOSITORY / "requirements.lock")
     assert set(carry.WHEELS) <= set(versions)
+
+
+# The report
+
+
+def test_a_report_takes_the_later_of_two_lines_of_a_case():
+    line = {"phase": "kernels", "case": "triton, requests 1", "status": "failed", "device": "X"}
+    good = line | {"status": "passed", "relative_error": 0.004, "one_wrong_bit_changes": 0.1}
+    text = report([line, good, {"phase": "kernels", "status": "passed", "device": "X"}])
+    assert "| kernels | 1 | 0 | 0 |" in text and "| triton | 1 | 0.0040 | 0.1000 |" in text
+
+
+def test_a_report_shows_what_a_step_took():
+    figures = {"step_ms": 2.0, "device_ms": 1.5, "host_gap_ms": 0.5, "tokens_per_step": 3.0}
+    line = {"phase": "latency", "case": "adaptive, batch 4, acceptance 0.8", "status": "passed"}
+    of_step = {"device": "X", "batch": 4, "acceptance": 0.8, "widths": [1, 16], **figures}
+    assert "| adaptive | 0.8 | 4 | 2.0 | 1.5 | 0.5 | 3.0 |  | 1 16 |" in report([line | of_step])
+
+
+def test_lines_do_not_say_where_the_repository_lies(tmp_path):
+    lines = Lines(tmp_path, {})
+    lines.case("trace", "x", FAILED, error=[f'File "{Path(carry.REPOSITORY)}/scripts/a.py"'])
+    assert lines.read()[0]["error"] == ['File "scripts/a.py"']

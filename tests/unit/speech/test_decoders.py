@@ -268,8 +268,8 @@ def work(data):
     except ValueError:
         pass
 work(b"nothing")
-threading.Thread(target=work, args=(b"pid",)).start()
 print(pool.idle_pids[0], flush=True)
+threading.Thread(target=work, args=(b"pid",)).start()
 work(b"loop " + os.fsencode(sys.argv[2]))
 """
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.drafters import Drafter, DrafterContext
+from sglang_ext.mirror.early_exit import Look
 from sglang_ext.options import Options
 from sglang_ext.step.asking import AskedDrafter
 from sglang_ext.step.exit_views import ExitViews
@@ -27,7 +28,7 @@ class Exit:
     @contextmanager
     def watching(self, rows: Any, total: int, told: Any) -> Iterator[None]:
         self.asked.append((rows.tolist(), total))
-        yield
+        yield Look(3.5, 0.25)
         candidates = (10 * rows[:, None] + np.arange(KAPPA)).astype(np.int32)
         told(candidates, -candidates.astype(np.float32))
 
@@ -110,6 +111,23 @@ def test_nothing_is_computed_where_no_request_asks_for_it():
     with ExitViews(exit).watching(step_of([deaf, None, deaf, None]), True):
         pass
     assert exit.asked == [] and not deaf.uses_exit
+
+
+def test_a_drafter_chooses_the_requests_whose_exits_it_is_told_of():
+    class Choosing(Told):
+        def wants_early_exit(self, request):
+            if request.rid == "r3":
+                raise ValueError("which?")
+            return request.rid == "r1"
+
+    drafter, exit = asked(Choosing()), Exit()
+    with ExitViews(exit).watching(step_of([drafter] * 4), True) as look:
+        pass
+    [(rids, _)] = drafter.drafter.told  # type: ignore[attr-defined]
+    assert rids == ["r1"] and exit.asked == [([2, 3, 4, 5], 10)] and look.reached_at == 3.5
+    with ExitViews(exit).watching(step_of([drafter], TREES[:1], 2), True) as look:
+        pass
+    assert len(exit.asked) == 1 and look.reached_at is None
 
 
 def test_a_drafter_that_raises_costs_its_call_alone(caplog):

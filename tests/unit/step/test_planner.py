@@ -48,6 +48,7 @@ def request(rid: str, output: list[int], max_new_tokens: int = 100, **params: An
         output_ids=list(output),
         output_ids_through_stop=list(output),
         finished_reason=None,
+        customized_info=None,
         eos_token_ids={49},
         tokenizer=None,
         sampling_params=SimpleNamespace(

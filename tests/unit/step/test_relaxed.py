@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.drafters import Bias
 from sglang_ext.request_options import RelaxedRule
-from sglang_ext.step import relaxed, relaxed_info
+from sglang_ext.step import relaxed, relaxed_info, token_info
 from sglang_ext.step.bias import BiasedRows, Expected
 from sglang_ext.step.known_tokens import KnownHead
 from sglang_ext.step.relaxed import Relaxation
@@ -373,7 +373,7 @@ def test_answers_that_are_sent_together_are_told_of_their_own_tokens():
     """SGLang fills in None for requests beside one that has marks."""
 
     def tell(meta_info, state, info, index):
-        relaxed_info._told(sglangs, None, meta_info, state, info, index, None)
+        token_info._told(sglangs, None, meta_info, state, info, index, None)
 
     def sglangs(_manager, meta_info, state, info, index, _reason):
         for key, values in info.items():

@@ -15,10 +15,10 @@ import torch
 from sglang.srt.managers.scheduler_components import batch_result_processor
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sglang_ext.step import relaxed_info
+from sglang_ext.step import relaxed_info, token_info
 from sglang_ext.step.step_result import StepResult
 
-relaxed_info.register()
+token_info.register()
 relaxed_info.tell_of_relaxed_tokens()
 Processor = batch_result_processor.SchedulerBatchResultProcessor
 

@@ -26,6 +26,8 @@ m.note_width(2.5)
 m.note_relaxed(3)
 m.note_relaxed(0)
 m.note_drafting(0.0003)
+m.set_choices({"sssd": 2}, {})
+m.set_choices({"sssd": 5, "specdec+sssd": 1}, {"sssd": 1.5})
 m.set_budget(40, 8)
 info = SimpleNamespace(namespaces={"a": 5, "b": 6}, corpora={"c": 7}, nbytes=90, disk_bytes=80,
                        ingest_lag=0.5, dropped_documents=3, background_failures=1,
@@ -65,6 +67,9 @@ def test_series_in_multiprocess_mode(tmp_path):
     assert value("accept_length_bucket", le="1.0") == 1
     assert value("verify_width_sum") == 2.5
     assert value("relaxed_tokens_total") == 3
+    assert value("drafter_choices_total", drafter="sssd") == 5
+    assert value("drafter_choices_total", drafter="specdec+sssd") == 1
+    assert value("drafter_gain", drafter="sssd") == 1.5
     assert value("retrieval_seconds_bucket", le="0.0005") == 1
     assert value("budget_cap") == 5 and value("budget_knee_tokens") == 40
     assert value("datastore_tokens", kind="live") == 11

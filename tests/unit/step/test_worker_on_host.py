@@ -1,5 +1,6 @@
 """Steps of the worker on the host: what SGLang gets, what the KV pool holds, and who is told."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_ext.cpu.attention import TreeAttentionBackend
 from sglang_ext.drafters import Drafter
+from sglang_ext.mirror.early_exit import Look
 from sglang_ext.options import Options
 from sglang_ext.step import host_runtime, planner, planner_setup, verify_batch
 from sglang_ext.step.exit_views import ExitViews
@@ -434,7 +436,9 @@ class RowsSaid:
 
     @contextmanager
     def watching(self, rows, total, told):
-        yield
+        look = Look()
+        yield look
+        look.reached_at, look.seconds = time.perf_counter(), 0.5
         _, tokens = self._target.ran[-1]
         assert total == len(tokens)
         said = np.array(tokens)[rows] + 1
@@ -449,7 +453,11 @@ def test_drafters_are_told_of_early_exits_in_verify_and_plain_passes(serving):
     a, b = serving.request("a", [6]), serving.request("b", [20])
     serving.drafter.trees = {"a": BRANCHES}
     assert serving.decode(a, b) == [[7, 8, 9], [21]]
+    noted = []
+    serving.worker.planner.note_exit = lambda *seconds: noted.append(seconds)
     serving.decode(a, b)
+    [(before_s, answer_s)] = noted
+    assert 0 < before_s < 60 and answer_s == 0.5
     assert views[0].tokens.tolist() == [[6, 40, 7, 41, 8], [20, 0, 0, 0, 0]]
     assert views[0].candidates[0, :, 0].tolist() == [7, 41, 8, 42, 9]
     assert views[0].candidates[1, 0, 0] == 21 and views[0].counts.tolist() == [5, 1]

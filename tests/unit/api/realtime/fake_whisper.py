@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from speech.audio import SAMPLE_RATE
+from speech.chunks import FRAME_S
 from speech.prompts import TIMESTAMP_S, WhisperVocabulary
 from speech.segments import Decoded
 from speech.vad import FRAME_SAMPLES
@@ -62,7 +63,9 @@ class FakeWhisper:
     Attributes:
         gate: requests wait here, if it is not set.
         fault: raised by each request.
+        tells: whether it tells which frames words attend to: their ends.
         calls: custom_params and prompt text of each one.
+        tasks: what each one was asked to do, as its prompt says it.
         aborted: requests that were given up.
     """
 
@@ -70,7 +73,9 @@ class FakeWhisper:
     context: int = 448
     model_names: tuple[str, ...] = ("fake", "/models/fake")
     fault: Exception | None = None
+    tells: bool = True
     calls: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    tasks: set[str] = field(default_factory=set)
     running: int = 0
     aborted: int = 0
     detected: int = 0
@@ -90,28 +95,37 @@ class FakeWhisper:
     async def decode(self, chunk, prompt, temperature, custom_params, stream=False):
         start = prompt.index(self.vocabulary.start)
         self.calls.append((dict(custom_params), self.vocabulary.decode(prompt[:start])))
+        special = self.vocabulary.tokenizer.special_tokens
+        self.tasks |= {t for t in ("transcribe", "translate") if special[f"<|{t}|>"] in prompt}
         self.running += 1
         try:
             await self.gate.wait()
             await asyncio.sleep(0)
             if self.fault is not None:
                 raise self.fault
-            yield self._heard(chunk.samples)
+            asked = min(custom_params.get("attended_frames", 0), len(chunk.samples) // 320)
+            yield self._heard(chunk.samples, asked if self.tells else 0)
         except BaseException as error:
             self.aborted += not isinstance(error, Exception)
             raise
         finally:
             self.running -= 1
 
-    def _heard(self, samples: np.ndarray) -> Decoded:
+    def _heard(self, samples: np.ndarray, asked: int) -> Decoded:
         loud = np.concatenate([[False], np.abs(samples) > _LOWEST / 2, [False]])
         edges = np.flatnonzero(np.diff(loud.astype(np.int8))).reshape(-1, 2)
         bursts = [(a, b) for a, b in edges if b - a > 0.05 * SAMPLE_RATE]
-        text = "".join(" " + self._word(samples[a:b]) for a, b in bursts)
         end = bursts[-1][1] / SAMPLE_RATE if bursts else 0.0
         first = self.vocabulary.first_timestamp
-        tokens = [*self.vocabulary.tokenizer.encode(text), first + round(end / TIMESTAMP_S)]
-        return Decoded(tuple(tokens), (-0.1,) * (len(tokens) + 1), 0.01)
+        tokens, frames = [], []
+        for a, b in bursts:
+            word = self.vocabulary.tokenizer.encode(" " + self._word(samples[a:b]))
+            tokens += word
+            frames += [round(b / SAMPLE_RATE / FRAME_S)] * len(word)
+        tokens.append(first + round(end / TIMESTAMP_S))
+        frames = [*(min(frame, asked - 1) for frame in frames), asked - 1] if asked else []
+        logprobs = (-0.1,) * (len(tokens) + 1)
+        return Decoded(tuple(tokens), logprobs, 0.01, frames=tuple(frames))
 
     def _word(self, burst: np.ndarray) -> str:
         if len(burst) < 0.8 * WORD_S * SAMPLE_RATE:

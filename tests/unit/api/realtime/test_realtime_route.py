@@ -204,6 +204,7 @@ def test_audio_in_every_format_is_understood(engine, beta, ga, rate):
             assert wire.until(COMPLETED)["transcript"] == " ".join(WORDS[:5])
 
 
+LOCAL = {"step_ms": 1000, "live_policy": "localagreement", "alignatt_frames": 20, "view": None}
 GA_KIND, BETA_KIND = "session.update", "transcription_session.update"
 
 
@@ -243,10 +244,74 @@ def test_both_shapes_of_settings_are_taken_kept_and_shown(engine):
         assert given["format"] == {"type": "audio/pcm", "rate": 24_000}
         assert given["transcription"] == {"model": "fake", "language": None, "prompt": "Ask"}
         assert given["turn_detection"]["silence_duration_ms"] == 900
-        assert shown["sglang_ext"] == {"step_ms": 500}
+        assert shown["sglang_ext"] == LOCAL | {"step_ms": 500}
         wire.say(WORDS[:2], 1.5)
         wire.until(COMPLETED)
     assert engine.detected == 1 and "Ask" in engine.calls[0][1]
+
+
+def test_a_session_chooses_its_policy_and_keeps_what_it_leaves_out(engine):
+    options = {"live_policy": "alignatt", "alignatt_frames": 7}
+    with connected(backend(engine, guided=True, options=options)) as wire:
+        now = LOCAL | {"step_ms": 300, "live_policy": "alignatt", "alignatt_frames": 7}
+        assert wire.session["sglang_ext"] == now
+        for given, changed in (
+            ({"alignatt_frames": 0}, {"alignatt_frames": 0}),
+            # Each policy has a step of its own, until one is named.
+            ({"live_policy": "localagreement"}, {"live_policy": "localagreement", "step_ms": 1000}),
+            ({"step_ms": 400}, {"step_ms": 400}),
+            ({"live_policy": None, "step_ms": None}, {"live_policy": "alignatt", "step_ms": 300}),
+            (None, {"alignatt_frames": 7}),
+        ):
+            now |= changed
+            shown = wire.update({"type": "transcription", "sglang_ext": given})
+            assert shown["sglang_ext"] == now
+
+
+def test_words_that_attend_to_what_has_passed_come_from_one_hypothesis(engine):
+    """With a step of 0.8 s, two words: LocalAgreement-2 is a step behind."""
+    shown = {}
+    for policy in ("localagreement", "alignatt"):
+        with connected(backend(engine, guided=True)) as wire:
+            extra = {"live_policy": policy, "step_ms": 800, "alignatt_frames": 5}
+            wire.update(MANUAL | {"sglang_ext": extra})
+            for word in WORDS:
+                wire.say([word])
+                wire.portal.call(asyncio.sleep, 0.02)
+            wire.send("input_audio_buffer.commit")
+            done = wire.until(COMPLETED)
+            assert done["transcript"] == " ".join(WORDS) == wire.deltas(done["item_id"])
+            tails = [e for e in wire.told if e["type"] == TAIL]
+            shown[policy] = [len(e["words"]) for e in tails][:3]
+    assert shown["localagreement"][0] == 0 < shown["alignatt"][0]
+    asked = [params.get("attended_frames") for params, _ in engine.calls]
+    assert asked.count(1500) >= 3 and asked[0] is None and asked[-1] is None
+
+
+def test_a_whisper_that_tells_nothing_still_says_all_at_the_end(engine):
+    engine.tells = False
+    with connected(backend(engine, guided=True)) as wire:
+        wire.update(MANUAL | {"sglang_ext": {"live_policy": "alignatt"}})
+        wire.say(WORDS)
+        wire.send("input_audio_buffer.commit")
+        assert wire.until(COMPLETED)["transcript"] == " ".join(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "code"),
+    [
+        ({"live_policy": "alignatt"}, "live_policy", "not_supported"),
+        ({"live_policy": "best"}, "live_policy", "invalid_value"),
+        ({"alignatt_frames": -1}, "alignatt_frames", "invalid_value"),
+        ({"alignatt_frames": 1e9}, "alignatt_frames", "invalid_value"),
+    ],
+)
+def test_a_policy_that_cannot_be_had_is_refused(engine, given, param, code):
+    with connected(backend(engine)) as wire:
+        wire.send("session.update", session={"type": "transcription", "sglang_ext": given})
+        error = wire.until("error", "session.updated")["error"]
+        assert (error["param"], error["code"]) == (f"session.sglang_ext.{param}", code)
+        assert wire.update({"type": "transcription"})["sglang_ext"] == LOCAL
 
 
 BAD_SETTINGS = [

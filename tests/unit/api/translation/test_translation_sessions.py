@@ -487,3 +487,64 @@ def test_deletions_close_the_sessions_that_they_name(manager):
         assert len(table) == 1 and table.get(made[3].id, "b") is made[3]
 
     asyncio.run(run())
+
+
+def test_append_only_sessions_settle_what_two_translations_begin_with_alike():
+    async def run():
+        manager = FakeManager()
+        session = make(manager, append_only=True)
+        told = []
+        for source, answer in (
+            ("a", "Le chat."),
+            ("a b", "Le chat dort."),  # "chat" was the last word before: it may be half of one
+            ("a b c", "Le chat dort ici."),
+            ("a b c d", "Un chat dort ici maintenant."),  # but it must begin with what is settled
+        ):
+            manager.answer = answer
+            told.append(await updated(session, whole(source)))
+        final = await updated(session, whole("a b c d", final=True))
+        return manager, told, final
+
+    manager, told, final = asyncio.run(run())
+    assert [u["stable"] for u in told] == ["", "Le", "Le chat", "Le chat dort"]
+    held = [bytes(manager.held(r)).decode() for r in manager.requests]
+    assert held == ["", "", "Le", "Le chat"]
+    drafts = [bytes(r.params["ssbd"].get("draft", ())).decode() for r in manager.requests]
+    assert drafts == ["", "Le chat.", " chat dort.", " dort ici."]
+    assert told[-1]["text"] == "Le chat dort ici maintenant." == final["stable"]
+    assert final["unstable"] == "" and len(manager.requests) == 4
+
+
+def test_append_only_sessions_take_nothing_back_whatever_is_written():
+    async def run(seed):
+        chance = random.Random(seed)
+        manager, before = FakeManager(piece=1000), ""
+        mask = chance.randrange(4)
+        session = make(manager, append_only=True, mask=mask)
+        for length in range(1, 30):
+            words = chance.choices(
+                ["né", "né", "né", "naïf", "犬", "犬", "\u200d", "."], k=length // 3
+            )
+            manager.answer = "".join(chance.choice(["", " "]) + word for word in words)
+            source = "s" * length if chance.random() < 0.8 else session.state.source or "s"
+            made = await updated(session, whole(source, final=length == 29))
+            assert made["stable"].startswith(before)
+            assert made["stable"] + made["unstable"] == made["text"]
+            assert made["text"].startswith(before)
+            before = made["stable"]
+        assert made["unstable"] == ""
+
+    for seed in range(50):
+        asyncio.run(run(seed))
+
+
+def test_append_only_sessions_hold_nothing_of_an_empty_source():
+    async def run():
+        session = make(FakeManager(), append_only=True)
+        await updated(session, whole("one two three"))
+        await updated(session, whole("one two three four"))
+        assert session.state.stable == "ONE TWO"
+        assert (await updated(session, whole(" ")))["text"] == ""
+        return await updated(session, whole("five six"))
+
+    assert asyncio.run(run())["stable"] == ""

@@ -1,6 +1,9 @@
-"""JSON requests to either server, and what can be said of those that fail."""
+"""JSON requests to another server, and what can be said of those that fail."""
 
 import json
+import ssl
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import httpx
@@ -22,11 +25,23 @@ class RequestError(Exception):
         self.status = status
 
 
-def client(url: str, api_key: str) -> httpx.AsyncClient:
-    """A client of the server at http://HOST:PORT."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+def client(url: str, api_key: str, headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
+    """A client of the server at http://HOST:PORT.
+
+    Args:
+        headers: of all its requests, besides the key's.
+    """
+    key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout)
+    return httpx.AsyncClient(
+        base_url=url, headers={**key, **(headers or {})}, timeout=timeout, verify=_certificates()
+    )
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Those that are trusted; reading them takes long, and a server has many clients."""
+    return httpx.create_ssl_context()
 
 
 async def call(client: httpx.AsyncClient, method: str, path: str, **content: Any) -> dict[str, Any]:

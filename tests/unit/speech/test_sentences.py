@@ -2,9 +2,9 @@
 
 import pytest
 
-from sglang_ext.captions.sentences import MOST_WORDS, Sentence, Sentences
 from sglang_ext.captions.session_summary import Delays, Erasure
 from speech.agreement import split_words
+from speech.sentences import MOST_WORDS, Sentence, Sentences
 
 
 def update(sentences: Sentences, committed: str, unstable: str = "") -> list[tuple]:

@@ -2,19 +2,19 @@
 
 Each sentence has a session of its own, which is finished when the sentence is final. There is one
 request at a time, for the first sentence that has changed, with its newest text: a slow server
-gets fewer updates, not older ones.
+gets fewer updates, not older ones. Translations so come in the order of the sentences.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from sglang_ext.captions.calls import RequestError, call
-from sglang_ext.captions.sentences import Sentence
+from sglang_ext.api.calls import RequestError, call
+from speech.sentences import Sentence
 
 _PATH = "/v1/translation/sessions"
 _RETRY_S, _MOST_RETRY_S = 1.0, 8.0
@@ -33,12 +33,14 @@ class Translated:
         stable: text that is not held back by the mask.
         unstable: what follows it for now.
         final: of a final sentence, with nothing unstable.
+        source: the text that it translates.
     """
 
     index: int
     stable: str
     unstable: str
     final: bool
+    source: str = ""
 
     @property
     def text(self) -> str:
@@ -71,22 +73,29 @@ class LiveTranslation:
     """Keeps the translations of sentences up to date.
 
     Args:
-        settings: of the sessions, as POST /v1/translation/sessions takes them.
+        settings: of a sentence's session, by its index, as POST /v1/translation/sessions takes
+            them; None: it stands in the target language already, and is its own translation.
         on_translated: called with every translation.
         on_error: called with one line for each request that failed.
+        most_waiting: so many sentences may wait; then the oldest is given up. None: any number.
+        on_dropped: called with the index of each sentence that was given up.
     """
 
     def __init__(
         self,
         client: httpx.AsyncClient,
-        settings: dict[str, Any],
+        settings: Callable[[int], Mapping[str, Any] | None],
         on_translated: Callable[[Translated], None],
         on_error: Callable[[str], None],
+        most_waiting: int | None = None,
+        on_dropped: Callable[[int], None] = lambda index: None,
     ):
         self._client = client
         self._settings = settings
         self._on_translated = on_translated
         self._on_error = on_error
+        self._most_waiting = most_waiting
+        self._on_dropped = on_dropped
         self._jobs: dict[int, _Job] = {}
         self._spare: str | None = None
         self._changed = asyncio.Event()
@@ -104,13 +113,14 @@ class LiveTranslation:
         Raises:
             RequestError: it does not.
         """
-        self._spare = await self._open()
+        self._spare = await self._open(self._settings(0) or {})
 
     def update(self, sentences: Sequence[Sentence]) -> None:
         """Sentences that are new or have changed; one without text is no longer there."""
         for sentence in sentences:
             job = self._jobs.setdefault(sentence.index, _Job())
             job.source, job.final = sentence.text, sentence.final
+        self._drop_oldest()
         self._changed.set()
 
     def end(self) -> None:
@@ -140,6 +150,15 @@ class LiveTranslation:
                 for session in filter(None, sessions):
                     await call(self._client, "DELETE", f"{_PATH}/{session}")
 
+    def _drop_oldest(self) -> None:
+        """Give up what waits behind the sentence that is being translated, if it is too much."""
+        waiting = sorted(index for index, job in self._jobs.items() if job.due)[1:]
+        if self._most_waiting is None:
+            return
+        for index in waiting[: max(0, len(waiting) - self._most_waiting)]:
+            del self._jobs[index]
+            self._on_dropped(index)
+
     async def _try(self, index: int) -> None:
         """Bring one sentence up to date; errors are told, and the next try waits."""
         job = self._jobs[index]
@@ -150,14 +169,14 @@ class LiveTranslation:
             if error.status in _REFUSED:
                 self._on_error(f"translation: {error}")
                 job.sent = source
-                translated = Translated(index, "", "", final)
+                translated = Translated(index, "", "", final, source)
             else:
                 await self._recover(job, error)
                 return
         self._failures = 0
         self._on_translated(translated)
         if translated.final:
-            del self._jobs[index]
+            self._jobs.pop(index, None)
 
     async def _recover(self, job: _Job, error: RequestError) -> None:
         self._failures += 1
@@ -171,7 +190,11 @@ class LiveTranslation:
 
     async def _translate(self, index: int, job: _Job, source: str, final: bool) -> Translated:
         if job.session is None:
-            self._spare, job.session = None, self._spare or await self._open()
+            settings = self._settings(index)
+            if settings is None:
+                job.sent = source
+                return Translated(index, source, "", final, source)
+            self._spare, job.session = None, self._spare or await self._open(settings)
         path = f"{_PATH}/{job.session}"
         if source != job.sent:
             body = await call(
@@ -182,12 +205,12 @@ class LiveTranslation:
             body = await call(self._client, "POST", f"{path}/finish", json={})
             job.session = None
         try:
-            return Translated(index, body["stable"], body["unstable"], final)
+            return Translated(index, body["stable"], body["unstable"], final, source)
         except KeyError as error:
             raise RequestError(f"the answer has no field {error}") from None
 
-    async def _open(self) -> str:
-        body = await call(self._client, "POST", _PATH, json=self._settings)
+    async def _open(self, settings: Mapping[str, Any]) -> str:
+        body = await call(self._client, "POST", _PATH, json=settings)
         try:
             return str(body["id"])
         except KeyError:

@@ -1,0 +1,136 @@
+"""The drafters that bench_specdec trains on the spot, from what the target has just written."""
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.lib.client import Completion, generate_all
+from scripts.lib.server import Server
+from scripts.lib.specdec_asking import AT_ONCE, DATA, TRAIN, pair_of
+from scripts.lib.ssbd_streams import read_lines
+from scripts.lib.translation_runs import Prompts
+from sglang_ext.block_drafter.drafter_manifest import Manifest, read_manifest
+from sglang_ext.block_drafter.target_models import load_target
+from sglang_ext.block_drafter.training_data import header
+from sglang_ext.commands.drafter import add_commands
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the target wrote of one sentence.
+
+    Attributes:
+        prompt: token ids of the whole prompt.
+        output: token ids, the one that ended it included.
+        text: the output, decoded.
+    """
+
+    prompt: Sequence[int]
+    output: Sequence[int]
+    text: str
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], made: Completion) -> "Written":
+        """A server's answer to a prompt."""
+        return cls(prompt, made.token_ids, made.text)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a drafter is trained here.
+
+    Attributes:
+        shape: a name of `drafter train --shape`.
+        minutes: most minutes of training.
+        block: tokens that a pass predicts.
+    """
+
+    shape: str
+    minutes: float
+    block: int
+
+
+def write_data(path: Path, model: str, written: Sequence[Written]) -> None:
+    """A file as `sglang-ext drafter distill` writes it."""
+    lines = [
+        {"n": n, "prompt": list(each.prompt), "output": list(each.output)}
+        for n, each in enumerate(written)
+    ]
+    heads = [header(load_target(model)), *lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in heads), encoding="utf-8")
+
+
+def train(data: Path, model: str, out: Path, encoder: str, recipe: Recipe) -> Manifest:
+    """Run `sglang-ext drafter train`, and return what its directory states.
+
+    Args:
+        encoder: own or target.
+
+    Raises:
+        RuntimeError: it failed; it has said why.
+    """
+    parser = argparse.ArgumentParser()
+    add_commands(parser.add_subparsers(required=True))
+    # A warm-up of 1,000 steps is for hours of training.
+    steps = ["--warmup", "100", "--evaluate", "50", "--patience", "1000"]
+    args = parser.parse_args(
+        ["drafter", "train", "--data", str(data), "--model", model, "--out", str(out),
+         "--encoder", encoder, "--shape", recipe.shape, "--block", str(recipe.block),
+         "--minutes", str(recipe.minutes), *steps]
+    )  # fmt: skip
+    if args.func(args):
+        raise RuntimeError(f"the drafter with --encoder {encoder} could not be trained")
+    return read_manifest(out)
+
+
+@dataclass(frozen=True)
+class Drafters:
+    """Block drafters, and what they were trained on.
+
+    Attributes:
+        own: the directory of one with an encoder of its own; None: there is none.
+        shared: of one with the target's; None: there is none.
+        data: what both were trained on here; None: nothing was trained here.
+        minutes: that training took, of both.
+    """
+
+    own: Path | None = None
+    shared: Path | None = None
+    data: Path | None = None
+    minutes: float = 0.0
+
+
+def distilled(plain: Server, options: argparse.Namespace, language: str) -> list[Written]:
+    """What the target writes of sentences of the training half, of which none is the test's."""
+    prompts = Prompts(pair_of(options.model, language))
+    lines = [line for line in read_lines(DATA / f"{TRAIN}.en.gz") if line][: options.distil]
+    asked = [prompts.ids(source) for source in lines]
+    made = generate_all(
+        plain.base_url,
+        asked,
+        in_flight=AT_ONCE,
+        label=f"distilling, {language}",
+        max_new_tokens=options.max_tokens,
+    )
+    pairs = zip(asked, made, strict=True)
+    return [Written.of(prompt, answer) for prompt, answer in pairs if answer.text.strip()]
+
+
+def drafters_for(
+    options: argparse.Namespace, folder: Path, written: Mapping[str, Sequence[Written]]
+) -> Drafters:
+    """The drafter that was given, or those that are trained here."""
+    if not options.train_minutes:
+        return Drafters(Path(options.draft_model) if options.draft_model else None)
+    data = folder / "distilled.jsonl"
+    write_data(data, options.model, [each for own in written.values() for each in own])
+    recipe = Recipe(options.train_shape, options.train_minutes, options.length)
+    start, shared = time.monotonic(), None
+    train(data, options.model, folder / "own", "own", recipe)
+    if options.shared_encoder:
+        shared = folder / "shared"
+        train(data, options.model, shared, "target", recipe)
+    return Drafters(folder / "own", shared, data, (time.monotonic() - start) / 60)

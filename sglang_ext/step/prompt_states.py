@@ -1,0 +1,132 @@
+"""The target's states of prompts, kept beside their KV for drafters that read them.
+
+A drafter may share the target's encoder (SpecDec's future work, arXiv 2203.16487): what it reads
+of a prompt is the target's own residual stream there, which a prefill passes through anyway. States
+lie in slots as K and V do, so that a prompt whose beginning is in the radix cache has them too. A
+slot that a decode step has written has none.
+"""
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.runtime_context import get_disagg, get_memory
+
+from sglang_ext.block_drafter.target_states import even_states
+from sglang_ext.drafters import Drafter, DrafterError, PromptStates
+from sglang_ext.mirror.target_parts import ExitError, parts_of, tap_state
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+
+logger = logging.getLogger(__name__)
+
+
+class KeptStates:
+    """The states of one layer of a target on the host, by KV slot.
+
+    What goes wrong in keeping them costs the states, never the pass: it is logged once, and none
+    are kept from then on.
+
+    Args:
+        target: SGLang's worker, its pools made.
+        layer: behind so many layers.
+
+    Raises:
+        DrafterError: this server cannot keep them; the message says why.
+    """
+
+    def __init__(self, target: "TpModelWorker", layer: int) -> None:
+        runner = target.model_runner
+        reason = _why_not()
+        if reason:
+            raise DrafterError(f"a drafter with the target's encoder is not served {reason}")
+        pool, allocator = target.get_memory_pool()
+        self._rows = pool.req_to_token
+        config = runner.model_config
+        slots = allocator.size + max(1, allocator.page_size)
+        self._states = torch.empty((slots, config.hidden_size), dtype=torch.float16)
+        self._known = torch.zeros(slots, dtype=torch.bool)
+        self._reading: ScheduleBatch | None = None
+        self._seconds = 0.0
+        try:
+            parts = parts_of(runner.model, config.num_hidden_layers, config.vocab_size)
+            self._end = tap_state(parts.layers, layer, self._take)
+        except ExitError as error:
+            raise DrafterError(
+                f"a drafter with the target's encoder cannot be served: {error}"
+            ) from error
+
+    @contextmanager
+    def reading(self, batch: "ScheduleBatch") -> Iterator[None]:
+        """The pass that runs within reads prompts into the batch's slots."""
+        self._reading = batch
+        try:
+            yield
+        finally:
+            self._reading = None
+
+    def take_seconds(self) -> float:
+        """Seconds that keeping states took since this was asked last."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def forget(self, slots: torch.Tensor) -> None:
+        """These slots hold other tokens from now on: int64[n]."""
+        self._known[slots] = False
+
+    def reader(self, req: "Req") -> Callable[[int, int], PromptStates]:
+        """Gives a running request's states of a part of its prompt."""
+        return functools.partial(self._of, req)
+
+    def _of(self, req: "Req", begin: int, end: int) -> PromptStates:
+        slots = self._rows[req.kv.req_pool_idx, begin:end].long()
+        places = self._known[slots].nonzero()[:, 0]
+        return PromptStates(self._states[slots[places]], places)
+
+    def _take(self, state: torch.Tensor) -> None:
+        if self._reading is None:
+            return
+        start = time.perf_counter()
+        try:
+            self._keep(state, self._reading)
+        except Exception:
+            logger.exception("states of prompts are not kept any more; serving goes on")
+            self._end()
+            self._known.zero_()
+        self._seconds += time.perf_counter() - start
+
+    def _keep(self, state: torch.Tensor, batch: "ScheduleBatch") -> None:
+        # As it is now: a pass with drafts behind prompts has slots of its own.
+        slots = batch.out_cache_loc
+        known = len(slots) == len(state)  # else there is padding, whose rows are nobody's
+        if known:
+            self._states[slots] = even_states(state)
+        self._known[slots] = known
+
+
+def states_for(target: "TpModelWorker", drafters: Iterable[Drafter]) -> KeptStates | None:
+    """What a server's drafters want to be kept; None: nothing.
+
+    Raises:
+        DrafterError: it cannot be kept, or two of them want different layers.
+    """
+    layers = {drafter.prompt_layer for drafter in drafters} - {0}
+    if len(layers) > 1:
+        raise DrafterError(f"drafters want the states behind different layers: {sorted(layers)}")
+    return KeptStates(target, layers.pop()) if layers else None
+
+
+def _why_not() -> str:
+    """Where slots may hold tokens of which no pass here has had the states; empty: nowhere."""
+    if get_disagg().disaggregation_mode == "decode":
+        return "on decode servers, as another server reads their prompts"
+    if get_memory().enable_hierarchical_cache:
+        return "with --enable-hierarchical-cache, whose KV comes back without states"
+    return ""

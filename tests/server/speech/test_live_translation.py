@@ -1,0 +1,91 @@
+"""Live speech and its translation, by a real Whisper server and a real text server."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jiwer
+import pytest
+from whisper.normalizers import EnglishTextNormalizer
+
+from scripts.lib.live_translations import TranslatedRun, session_differences, translated
+from scripts.lib.server import Server
+from scripts.speech_data import FOLDER, Clip, joined, read_audio
+from tests.eventually import eventually
+from tests.server.speech.conftest import JFK
+
+SETTINGS = {"source_language": "en", "target_language": "fr", "append_only": True}
+SESSION = {
+    "audio": {"input": {"transcription": {}}, "output": {"language": "fr"}},
+    "sglang_ext": {"step_ms": 500},
+}
+
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the speech clips are not here")
+normalized = EnglishTextNormalizer()
+
+
+@dataclass
+class Pair:
+    """Both servers."""
+
+    whisper: Server
+    text: Server
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    """Whisper tiny.en, translated by SmolLM2 (whose French is poor, and its own each time)."""
+    flags = ["--speculative-algorithm", "SSSD", "--drafters", "ssbd"]
+    with (
+        Server("smollm2-135m-instruct", flags, name="text") as text,
+        Server(
+            "whisper-tiny.en", ["--translate-with", text.base_url], name="translated"
+        ) as whisper,
+    ):
+        yield Pair(whisper, text)
+
+
+@pytest.fixture(scope="module")
+def clip() -> Clip:
+    return joined([read_audio(FOLDER / "jfk.flac")], 24_000, 1.0)[0]
+
+
+def right(source: str) -> bool:
+    """Whether the end of a transcript is what was said."""
+    return jiwer.wer(normalized(JFK), normalized(source)[-len(normalized(JFK)) :]) < 0.2
+
+
+def test_translations_are_those_of_sessions_and_nothing_is_taken_back(pair, clip):
+    async def run():
+        finished = SESSION | {"sglang_ext": {"step_ms": 500, "finished_only": True}}
+        return await asyncio.gather(
+            *(translated(pair.whisper.base_url, "none", clip, s) for s in (SESSION, finished))
+        )
+
+    live, finished = asyncio.run(run())
+    for run in (live, finished):
+        assert not run.errors and run.code == 1000
+        assert right(run.source), run.source
+        assert run.text.strip() and run.erasure.words == len(run.text.split())
+        assert session_differences(pair.text.base_url, "none", run, SETTINGS) == []
+    assert finished.erasure.erased == 0
+    assert any(len(sources) > 1 for sources in live.sources.values())
+    assert all(len(sources) == 1 for sources in finished.sources.values())
+
+
+def test_transcription_outlives_its_text_server(pair, clip):
+    """The last test: the text server ends with it."""
+
+    async def run():
+        made = TranslatedRun()
+        playing = asyncio.create_task(
+            translated(pair.whisper.base_url, "none", clip, SESSION, made)
+        )
+        await asyncio.to_thread(eventually, lambda: made.source, what="something was heard")
+        await asyncio.to_thread(pair.text.stop)
+        return await playing
+
+    made = asyncio.run(run())
+    assert right(made.source), made.source
+    assert len(made.errors) == 1 and "goes on" in made.errors[0]
+    assert made.code == 1000
