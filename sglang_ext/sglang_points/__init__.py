@@ -300,6 +300,10 @@ STORE_KV = Point(
     _SRT + "mem_cache.memory_pool._set_kv_buffer_impl", How.AROUND, "cpu/kv_store",
     "K and V stored by `index_copy_`", takes="k, v, k_cache, v_cache, indices", cpu=True,
 )  # fmt: skip
+KV_POOL = Point(
+    _SRT + "mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal", How.AFTER,
+    "cpu/kv_pool", "its memory is taken as tokens come", takes="self", cpu=True,
+)  # fmt: skip
 KV_CLASS = Point(
     _SRT + "disaggregation.utils.get_kv_class", How.AFTER, "disaggregation/on_cpu",
     "KV over TCP from plain memory", takes="transfer_backend, class_type", cpu=True,
