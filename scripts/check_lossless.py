@@ -5,7 +5,7 @@ answer them cold (empty datastore), with random trees, with the truth as draft, 
 datastore that holds the answers). A prompt on which plain SGLang contradicts itself at that
 batch size is shown and not counted.
 
-With `--cpu-weights int8` or `int4` all servers have their weights in that format: speculative
+With `--cpu-weights bf16`, `int8` or `int4` all servers have their weights in that format: speculative
 output is plain output's there too.
 
     python -m scripts.check_lossless [--prompts N] [--tokens N] [--cpu-weights FORMAT] [--quick]

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_ext.cpu.attention_kernel import attend
+from sglang_ext.cpu.heap_trim import give_back
 from sglang_ext.cpu.shared_cores import watch_cores
 from sglang_ext.whisper.cross_attention import FrameReader
 
@@ -170,6 +171,7 @@ class TreeAttentionBackend(AttentionBackend):
         self._variants: dict[str | int, VisibleSlots] = {}
         warm_up()
         start_watching_cores()
+        give_back()  # what was only needed to load the model
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
         self._variants = {}

@@ -291,6 +291,10 @@ WEIGHT_UPDATES = tuple(
         "load_weights_from_distributed", "update_weights_from_tensor", "update_weights_from_ipc"
     )
 )  # fmt: skip
+CHECK_WEIGHTS = Point(
+    _RUNNER + "check_weights", How.BEFORE, "cpu/linear",
+    "refused where layers keep packed weights alone", takes="self", cpu=True,
+)  # fmt: skip
 ROTARY = Point(
     _SRT + "layers.rotary_embedding.base.RotaryEmbedding.forward_native", How.AROUND, "cpu/rotary",
     "one compiled pass",
