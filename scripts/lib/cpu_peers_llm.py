@@ -47,7 +47,7 @@ class Size:
     repeats: int
 
 
-FULL, QUICK = Size(16, 64, 3), Size(8, 16, 1)
+FULL, QUICK = Size(16, 64, 2), Size(8, 16, 1)
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """bench_cpu_peers: its ratios, its words on the command line, and talking to peers' processes."""
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -7,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from scripts import bench_cpu_peers
-from scripts.lib import cpu_peers_common, peer_process, peer_weights
+from scripts import bench_cpu_peers, check_lossless
+from scripts.bench_shared_cores import Run
+from scripts.bench_shared_cores import figures_of as shared_figures_of
+from scripts.lib import cpu_peers_common, cpu_peers_formats, peer_process, peer_weights
 from scripts.lib.cpu_peers_asr import PEER, PLAIN, SPECASR, Column, per_audio_second, turned
 from scripts.lib.cpu_peers_asr import figures_of as asr_figures_of
 from scripts.lib.cpu_peers_common import Taken, UsageError, ratio_figures, weights_flags
+from scripts.lib.cpu_peers_formats import FORMS
+from scripts.lib.cpu_peers_limits import LIMITS, broken
 from scripts.lib.cpu_peers_llm import BATCHES, COLD, LOOKUP, WARM, WORKLOADS, Cell
 from scripts.lib.cpu_peers_llm import PEER as LLAMA
 from scripts.lib.cpu_peers_llm import figures_of as llm_figures_of
@@ -72,7 +77,9 @@ def missing(folder: Path) -> dict[str, float]:
 def test_a_form_of_weights_that_the_server_does_not_know_is_refused(monkeypatch, capsys):
     plain = dataclasses.make_dataclass("Options", ["drafters"])
     monkeypatch.setattr(cpu_peers_common, "Options", plain)
-    monkeypatch.setattr(sys, "argv", ["bench_cpu_peers", "--llm-weights", "int4"])
+    monkeypatch.setattr(
+        sys, "argv", ["bench_cpu_peers", "--llm-weights", "int4", "--asr-weights", ""]
+    )
     assert bench_cpu_peers.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --llm-weights int4:") and "--cpu-weights" in line
@@ -204,3 +211,93 @@ def test_the_rows_stand_on_their_page_and_in_performance_md_once(tmp_path):
     assert "| llama.cpp, prompt lookup | 12.0 (1.20x) | - |" in text and "ours: int4" in text
     assert "Other programs took 12%" in (tmp_path / "measured" / "cpu-peers.md").read_text()
     assert text.startswith("# Performance") and text.endswith("## By category\n\ny\n")
+
+
+def run(monkeypatch, path, **found):
+    """The exit code of a run of parts that find these figures."""
+    parts = {name: lambda options, value=value: value for name, value in found.items()}
+    monkeypatch.setattr(bench_cpu_peers, "PARTS", parts)
+    monkeypatch.setattr(sys, "argv", ["bench_cpu_peers", "--json", str(path)])
+    return bench_cpu_peers.main()
+
+
+def test_parts_run_one_by_one_and_broken_limits_are_lines(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "figures.json"
+    assert run(monkeypatch, path, verify={"verify_overhead": 1.2}) == 0
+    found = {"llm_ratio_vs_llamacpp_plain": 0.7, "asr_cpu_ratio": 0.9}
+    assert run(monkeypatch, path, llm=found) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "llm_ratio_vs_llamacpp_plain is 0.7: expected at least 0.8"
+    ]
+    kept = json.loads(path.read_text())["figures"]
+    assert kept["verify_overhead"] == 1.2 and kept["asr_cpu_ratio"] == 0.9
+    assert run(monkeypatch, path, verify={"verify_overhead": 1.5}, llm={"asr_cpu_ratio": 1.1}) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+def test_what_a_part_has_found_is_kept_when_the_next_one_fails(monkeypatch, tmp_path, capsys):
+    def fails(options):
+        raise PeerError("gone")
+
+    path = tmp_path / "figures.json"
+    parts = {"verify": lambda options: {"verify_overhead": 1.2}, "asr": fails}
+    monkeypatch.setattr(bench_cpu_peers, "PARTS", parts)
+    monkeypatch.setattr(sys, "argv", ["bench_cpu_peers", "--json", str(path)])
+    assert bench_cpu_peers.main() == 2
+    assert json.loads(path.read_text()) == {"figures": {"verify_overhead": 1.2}}
+    path.write_text("[1]")
+    assert bench_cpu_peers.main() == 2
+    assert "no file of figures" in capsys.readouterr().err and path.read_text() == "[1]"
+
+
+def test_every_limit_is_of_a_figure_that_some_part_gives():
+    """Names of limits that no part writes would never be broken."""
+    columns = {
+        name: Column([Taken(1.0, 1.0)] * 8, [Taken(1.0, 1.0)]) for name in (PEER, SPECASR, PLAIN)
+    }
+    given = asr_figures_of(columns, audio_s=8.0) | llm_figures_of(cells())
+    runs = {("default", busy): [Run(1.0, 1.0)] for busy in (0, 2, 8)}
+    given |= shared_figures_of(runs, ["default"], (0, 2, 8))
+    source = "".join(
+        (Path(bench_cpu_peers.__file__).parent / file).read_text()
+        for file in ("lib/cpu_peers_asr.py", "lib/cpu_peers_verify.py")
+    )
+    by_form = [f"{what}_{form}" for what in ("decode_ratio", "perplexity_ratio", "mismatches")
+               for form in FORMS]  # fmt: skip
+    missing = [
+        limit.figure for limit in LIMITS
+        if limit.figure not in (*given, *by_form, "memory_ratio_smollm2", "memory_ratio_whisper")
+        and f'"{limit.figure}"' not in source
+    ]  # fmt: skip
+    assert not missing
+
+
+def test_a_figure_that_is_no_number_keeps_no_limit():
+    assert list(broken({"asr_cpu_ratio": float("nan")})) == [
+        "asr_cpu_ratio is nan: expected at most 1"
+    ]
+
+
+def test_memory_is_that_of_a_form_by_float32s(monkeypatch):
+    mib = {"fp32": 4000.0, "int8": 1000.0, "int4": 2000.0}
+    monkeypatch.setattr(cpu_peers_formats, "_text_mib", lambda model, form: mib[form])
+    monkeypatch.setattr(cpu_peers_formats, "_speech_mib", lambda options, form: mib[form])
+    options = argparse.Namespace(model="m", llm_weights="int4", asr_weights="int8")
+    figures = cpu_peers_formats.memory_figures(options)
+    assert figures["memory_ratio_smollm2"] == 0.5 and figures["memory_ratio_whisper"] == 0.25
+    assert figures["memory_mib_whisper_int8"] == 1000.0
+
+
+def test_mismatches_are_told_by_form(monkeypatch):
+    asked = []
+
+    def figures(model, prompts, tokens, form):
+        asked.append((model, prompts, tokens, form))
+        return {"mismatches": 0, "prompts": len(prompts)}
+
+    monkeypatch.setattr(check_lossless, "prompts_of", lambda model, quick: ["a prompt"] * 100)
+    monkeypatch.setattr(check_lossless, "lossless_figures", figures)
+    options = argparse.Namespace(model="m", quick=False)
+    found = cpu_peers_formats.lossless_part("int4")(options)
+    assert found == {"mismatches_int4": 0, "prompts_int4": 100}
+    assert asked[0][3] == "int4"
