@@ -45,12 +45,25 @@ $(VENV)/.installed: pyproject.toml requirements.lock
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-# Suffix decoding, to compare with: docs/peers.md.
-peers: setup
+# What we compare with: docs/peers.md. Suffix decoding is a drafter, so it goes into our environment;
+# llama.cpp and faster-whisper have pins of their own, so they get one of theirs.
+PEERS ?= $(VENV)/peers
+# GCC 12 drops stores of llama.cpp's AMX configuration without these two, and AMX then ends it.
+LLAMA := -DGGML_NATIVE=ON -DCMAKE_CXX_FLAGS='-fno-dse -fno-tree-dse' -DMTMD_BUILD=OFF \
+	-DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF
+peers: setup $(PEERS)/.installed
 	$(BIN)/pip install --disable-pip-version-check --no-deps nanobind==2.9.2 cmake==4.4.4 ninja==1.13.2 grpcio-tools==1.85.1
 	@# Its CMake looks for Python and nanobind in the active environment, else on the PATH.
 	VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(abspath $(BIN)):$$PATH" \
 		$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation arctic-inference==0.1.1
+
+# As many compilers as cores, some 700 MB each.
+$(PEERS)/.installed: scripts/peers.lock
+	$(BIN)/python -m venv $(PEERS)
+	CMAKE_ARGS="$(LLAMA)" CMAKE_BUILD_PARALLEL_LEVEL="$$(nproc)" \
+		$(PEERS)/bin/pip install --disable-pip-version-check --no-deps \
+		--no-binary llama-cpp-python -r scripts/peers.lock
+	@touch $@
 
 clean:
 	rm -rf $(VENV)

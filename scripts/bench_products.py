@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from scripts.lib.figures import parser, report
 from sglang_ext.cpu.install import usable_cores
-from sglang_ext.cpu.linear import PackedWeight
+from sglang_ext.cpu.packed_weights import PackedWeight
 from sglang_ext.models import resolve
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8)

@@ -8,14 +8,14 @@ each busy process has one of its own), so what the server did with its share is 
 cpu_per_token_N_busy is its processor time per token there by that alone. Above 1 it was wasted.
 
 --spins compares servers by how long OpenMP's threads spin at a barrier (GOMP_SPINCOUNT, see
-docs/cpu.md) before they let go of their core; all are up together. The figures without a number of
-spins are of the first one in the list; alone_ratio_spin_N is another's speed alone by the first's.
+docs/cpu.md) before they let go of their core; "never" is a server that does not look whether others
+want the cores (SGLANG_EXT_CPU_SHORT_WAITS=never). All are up together. The figures without a name
+are of the first one in the list; alone_ratio_spin_NAME is another's speed alone by the first's.
 
-    python -m scripts.bench_shared_cores [--spins N,N] [--tokens N] [--quick] [--model M]
-        [--json FILE]
+    python -m scripts.bench_shared_cores [--spins default,never,N] [--tokens N] [--quick]
+        [--model M] [--json FILE]
 """
 
-import os
 import statistics
 import subprocess
 import sys
@@ -28,10 +28,12 @@ from scripts.lib.figures import parser, report
 from scripts.lib.server import Server
 from scripts.lib.spec_bench import spec_bench
 from sglang_ext.cpu.install import usable_cores
+from sglang_ext.cpu.shared_cores import WAITS_VARIABLE
 from sglang_ext.servers import processes
 
-DEFAULT = "default"
+DEFAULT, NEVER = "default", "never"
 ROUNDS, QUICK_ROUNDS = 5, 2
+TOKENS = 48
 _BUSY = "while True: pass"
 
 
@@ -46,50 +48,63 @@ class Run:
 def main() -> int:
     made = parser(__doc__)
     made.add_argument(
-        "--spins", default=DEFAULT, help="GOMP_SPINCOUNT of each server [what servers start with]"
+        "--spins", default=DEFAULT, help="of each server: GOMP_SPINCOUNT, never, or [%(default)s]"
     )
-    made.add_argument("--tokens", type=int, default=48, help="of an output [%(default)s]")
+    made.add_argument("--tokens", type=int, default=TOKENS, help="of an output [%(default)s]")
     options = made.parse_args()
-    rounds = QUICK_ROUNDS if options.quick else ROUNDS
-    prompts = spec_bench(options.model, max_prompt_tokens=120)[:rounds]
+    figures = shared_core_figures(
+        options.model, options.spins.split(","), options.tokens, quick=options.quick
+    )
+    report(figures, options.json)
+    return 0
+
+
+def shared_core_figures(
+    model: str,
+    spins: Sequence[str] = (DEFAULT,),
+    tokens: int = TOKENS,
+    *,
+    quick: bool,
+    args: Sequence[str] = (),
+) -> dict[str, float]:
+    """Measure, and return the figures.
+
+    Args:
+        spins: of each server, see above.
+        tokens: of an output.
+        args: further flags of the servers.
+    """
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    prompts = spec_bench(model, max_prompt_tokens=120)[:rounds]
     cores = usable_cores()
     neighbours = (0, cores, 4 * cores)
     with ExitStack() as stack:
-        servers = {
-            spins: stack.enter_context(server_with(options.model, spins))
-            for spins in options.spins.split(",")
-        }
+        servers = {name: stack.enter_context(server_with(model, name, args)) for name in spins}
         for server in servers.values():
             stream(server.base_url, prompts[0].input_ids, max_new_tokens=8)
         runs: dict[tuple[str, int], list[Run]] = {}
         for number, prompt in enumerate(prompts):
             for busy in neighbours:
                 with busy_processes(busy):
-                    for spins, server in servers.items():
-                        run = measured(server, prompt.input_ids, options.tokens)
-                        runs.setdefault((spins, busy), []).append(run)
+                    for name, server in servers.items():
+                        run = measured(server, prompt.input_ids, tokens)
+                        runs.setdefault((name, busy), []).append(run)
                         print(
-                            f"round {number + 1} of {rounds}, {busy} busy, spins {spins}: "
+                            f"round {number + 1} of {rounds}, {busy} busy, spins {name}: "
                             f"{run.tokens_per_s:.2f} tokens/s, {run.cpu_s:.3f} CPU s a token",
                             flush=True,
                         )
-    report(figures_of(runs, list(servers), neighbours), options.json)
-    return 0
+    return figures_of(runs, list(servers), neighbours)
 
 
 @contextmanager
-def server_with(model: str, spins: str) -> Iterator[Server]:
+def server_with(model: str, spins: str, args: Sequence[str] = ()) -> Iterator[Server]:
     """A plain server whose threads spin so many times."""
-    before = os.environ.get("GOMP_SPINCOUNT")
-    if spins != DEFAULT:
-        os.environ["GOMP_SPINCOUNT"] = spins
-    server = Server(model, name=f"spins-{spins}")
-    try:
-        server.start()
-    finally:
-        os.environ.pop("GOMP_SPINCOUNT", None)
-        if before is not None:
-            os.environ["GOMP_SPINCOUNT"] = before
+    server = Server(model, args, name=f"spins-{spins}")
+    if spins == NEVER:
+        server.env[WAITS_VARIABLE] = NEVER
+    elif spins != DEFAULT:
+        server.env["GOMP_SPINCOUNT"] = spins
     with server:
         yield server
 

@@ -5,8 +5,8 @@ answer them cold (empty datastore), with random trees, with the truth as draft, 
 datastore that holds the answers). A prompt on which plain SGLang contradicts itself at that
 batch size is shown and not counted.
 
-With `--cpu-weights int8` or `int4` all servers have their weights in that format: speculative
-output is plain output's there too.
+With `--cpu-weights bf16`, `int8` or `int4` all servers have their weights in that format:
+speculative output is plain output's there too.
 
     python -m scripts.check_lossless [--prompts N] [--tokens N] [--cpu-weights FORMAT] [--quick]
         [--json FILE]
@@ -25,6 +25,7 @@ from scripts.lib.server import Server
 from scripts.lib.spec_bench import Prompt, spec_bench
 
 BATCH_SIZES = (1, 8)
+PROMPTS, QUICK_PROMPTS, TOKENS = 104, 10, 64
 # Two servers: one verifies every draft, good or bad; one chooses its budget as users' do.
 # budget -> label -> (custom_params, batch sizes); "fill" lets the answers join the datastore.
 MODES: dict[str, dict[str, tuple[dict[str, Any], Sequence[int]]]] = {
@@ -43,16 +44,34 @@ MODES: dict[str, dict[str, tuple[dict[str, Any], Sequence[int]]]] = {
 
 def main() -> int:
     args = parser(__doc__)
-    args.add_argument("--prompts", type=int, default=104, help="prompts of Spec-Bench [104]")
-    args.add_argument("--tokens", type=int, default=64, help="tokens per answer [64]")
+    args.add_argument("--prompts", type=int, default=PROMPTS, help="of Spec-Bench [%(default)s]")
+    args.add_argument("--tokens", type=int, default=TOKENS, help="of an answer [%(default)s]")
     args.add_argument("--cpu-weights", default="fp32", metavar="FORMAT", help="[%(default)s]")
     options = args.parse_args()
-    weights = ["--cpu-weights", options.cpu_weights]
-    count = 10 if options.quick else options.prompts
-    longest = 120 if options.quick else 200
-    prompts = spec_bench(options.model, max_prompt_tokens=longest)[:count]
+    prompts = prompts_of(options.model, options.prompts, quick=options.quick)
+    figures = lossless_figures(options.model, prompts, options.tokens, options.cpu_weights)
+    report(figures, options.json)
+    return int(figures["mismatches"] > 0)
+
+
+def prompts_of(model: str, count: int = PROMPTS, *, quick: bool) -> list[Prompt]:
+    """Prompts of Spec-Bench; fewer and shorter ones where it is to be quick."""
+    longest, count = (120, QUICK_PROMPTS) if quick else (200, count)
+    return spec_bench(model, max_prompt_tokens=longest)[:count]
+
+
+def lossless_figures(
+    model: str, prompts: Sequence[Prompt], tokens: int, cpu_weights: str
+) -> dict[str, float]:
+    """Ask all servers, one at a time, and compare; prints a line per configuration.
+
+    Args:
+        tokens: of an answer.
+        cpu_weights: the servers' `--cpu-weights`.
+    """
+    weights = ["--cpu-weights", cpu_weights]
     ids = [prompt.input_ids for prompt in prompts]
-    run = {"max_new_tokens": options.tokens, "ignore_eos": True}
+    run = {"max_new_tokens": tokens, "ignore_eos": True}
 
     plain: dict[int, list[list[Completion]]] = {batch: [] for batch in BATCH_SIZES}
     answers: dict[tuple[str, int], list[Completion]] = {}
@@ -64,7 +83,7 @@ def main() -> int:
         )
 
     def ask_plain() -> None:
-        with Server(options.model, weights, name="plain") as server:
+        with Server(model, weights, name="plain") as server:
             for batch in BATCH_SIZES:
                 plain[batch].append(ask(server, "plain", batch, {}))
 
@@ -77,14 +96,12 @@ def main() -> int:
         ]  # fmt: skip
         # One server at a time: each takes 4 GB.
         for budget, modes in MODES.items():
-            with Server(options.model, [*flags, "--budget", budget], name=budget) as server:
+            with Server(model, [*flags, "--budget", budget], name=budget) as server:
                 for mode, (params, batches) in modes.items():
                     for batch in batches:
                         answers[mode, batch] = ask(server, mode, batch, params)
     ask_plain()
-    figures = compare(prompts, plain, answers)
-    report(figures, options.json)
-    return int(figures["mismatches"] > 0)
+    return compare(prompts, plain, answers)
 
 
 def write_oracle(path: Path, prompts: Sequence[Prompt], answers: Sequence[Completion]) -> Path:

@@ -103,9 +103,9 @@ class Options:
     )
     cpu_weights: str = _option(
         "fp32",
-        "on CPUs: linear layers' weights as they are loaded (`fp32`), or in 8 or 4 bits: `int8`, "
-        "`int4`",
-        choices=("fp32", "int8", "int4"),
+        "on CPUs: linear layers' weights as they are loaded (`fp32`), or in 16, 8 or 4 bits: "
+        "`bf16`, `int8`, `int4`",
+        choices=("fp32", "bf16", "int8", "int4"),
     )
     grammar_cache_mb: int = _option(
         256,

@@ -6,11 +6,12 @@
 
 def register() -> None:
     """Register the attention backend, packed linear layers and CPU operators with SGLang."""
-    from sglang_ext.cpu import attention, kv_store, linear, rotary
+    from sglang_ext.cpu import attention, kv_pool, kv_store, linear, rotary
     from sglang_ext.disaggregation import on_cpu
 
     attention.register()
     linear.register()
     rotary.register()
     kv_store.register()
+    kv_pool.register()
     on_cpu.register()

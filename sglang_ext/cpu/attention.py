@@ -17,6 +17,8 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_ext.cpu.attention_kernel import attend
+from sglang_ext.cpu.heap_trim import give_back
+from sglang_ext.cpu.shared_cores import watch_cores
 from sglang_ext.whisper.cross_attention import FrameReader
 
 if TYPE_CHECKING:
@@ -168,6 +170,8 @@ class TreeAttentionBackend(AttentionBackend):
         self._slots: VisibleSlots | None = None
         self._variants: dict[str | int, VisibleSlots] = {}
         warm_up()
+        start_watching_cores()
+        give_back()  # what was only needed to load the model
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
         self._variants = {}
@@ -254,6 +258,10 @@ class TreeAttentionBackend(AttentionBackend):
         if window not in self._variants:
             self._variants[window] = self._slots.within(window)
         return self._variants[window]
+
+
+# One watch for the process, however many backends it makes.
+start_watching_cores = functools.cache(watch_cores)
 
 
 def warm_up() -> None:

@@ -6,6 +6,7 @@ One function calls the others, and it alone is kept in numba's cache (as in atte
 import numba
 import numpy as np
 
+from sglang_ext.cpu.addresses import address_of, four_addresses
 from sglang_ext.cpu.group_dots import GROUP, multiply_4, multiply_8, quantize
 from sglang_ext.cpu.lane_vectors import LANES
 
@@ -13,33 +14,36 @@ from sglang_ext.cpu.lane_vectors import LANES
 _MANY_ROWS = 32
 
 
-@numba.njit(nogil=True, inline="always")
-def _at(array, i):
-    """The address of array[i], C-contiguous."""
-    return np.uintp(array.ctypes.data) + np.uintp(i * array.strides[0])
-
-
 @numba.njit(nogil=True)
 def _tile_1(bits, levels, scales, sums, weights, weight_scales, groups, out, row, column):
-    rows = (_at(levels, row),)
-    to = (_at(out, row) + np.uintp(4 * column),)
+    rows = (address_of(levels, row),)
+    to = (address_of(out, row) + np.uintp(4 * column),)
     if bits == 8:
-        multiply_8(rows, (_at(scales, row),), (_at(sums, row),), weights, weight_scales, groups, to)
+        multiply_8(
+            rows,
+            (address_of(scales, row),),
+            (address_of(sums, row),),
+            weights,
+            weight_scales,
+            groups,
+            to,
+        )
     else:
-        multiply_4(rows, (_at(scales, row),), (_at(sums, row),), weights, weight_scales, groups, to)
-
-
-@numba.njit(nogil=True)
-def _addresses(array, row, offset):
-    first = _at(array, row) + np.uintp(offset)
-    step = np.uintp(array.strides[0])
-    return (first, first + step, first + step * np.uintp(2), first + step * np.uintp(3))
+        multiply_4(
+            rows,
+            (address_of(scales, row),),
+            (address_of(sums, row),),
+            weights,
+            weight_scales,
+            groups,
+            to,
+        )
 
 
 @numba.njit(nogil=True)
 def _tile_4(bits, levels, scales, sums, weights, weight_scales, groups, out, row, column):
-    rows, to = _addresses(levels, row, 0), _addresses(out, row, 4 * column)
-    own, added = _addresses(scales, row, 0), _addresses(sums, row, 0)
+    rows, to = four_addresses(levels, row, 0), four_addresses(out, row, 4 * column)
+    own, added = four_addresses(scales, row, 0), four_addresses(sums, row, 0)
     if bits == 8:
         multiply_8(rows, own, added, weights, weight_scales, groups, to)
     else:
@@ -50,7 +54,13 @@ def _tile_4(bits, levels, scales, sums, weights, weight_scales, groups, out, row
 def _quantize_rows(x, levels, scales, sums, first, last):
     for row in range(first, last):
         groups = scales.shape[1]
-        quantize(_at(x, row), groups, _at(levels, row), _at(scales, row), _at(sums, row))
+        quantize(
+            address_of(x, row),
+            groups,
+            address_of(levels, row),
+            address_of(scales, row),
+            address_of(sums, row),
+        )
 
 
 @numba.njit(parallel=True, nogil=True, cache=True)
@@ -78,7 +88,7 @@ def product(bits, x, weights, weight_scales, out, factor, threads):
     blocks = weights.shape[0]
     for thread in numba.prange(threads):
         for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
-            here, own = _at(weights, block), _at(weight_scales, block)
+            here, own = address_of(weights, block), address_of(weight_scales, block)
             row = 0
             while row + 4 <= count:
                 _tile_4(bits, levels, scales, sums, here, own, groups, out, row, block * LANES)

@@ -18,7 +18,6 @@ from sglang_ext.cpu.lane_vectors import LANES
 
 logger = logging.getLogger(__name__)
 
-BITS = {"int8": 8, "int4": 4}
 _LEVELS_8, _LEVELS_4 = 127, 15
 # The largest scale of a matrix, as a float16: small enough for least values beside it (up to 15
 # times as large), large enough that scales a million times smaller keep ten bits.

@@ -19,6 +19,16 @@ TRIM_VARIABLE = "SGLANG_EXT_CPU_TRIM_SECONDS"
 DEFAULT_SECONDS = 60.0
 
 
+# musl and macOS have none.
+_TRIM: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def give_back() -> None:
+    """Give what malloc holds on to back to the system at once, where the C library can."""
+    if _TRIM is not None:
+        _TRIM(0)
+
+
 class HeapTrim:
     """Trims the heap of this process once in a while.
 
@@ -32,8 +42,7 @@ class HeapTrim:
 
     def __init__(self, seconds: float | None = None, trim: Callable[[int], int] | None = None):
         self._seconds = _configured_seconds() if seconds is None else seconds
-        # musl and macOS have none.
-        self._trim = trim or getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._trim = trim or _TRIM
         self._due = time.monotonic() + self._seconds
 
     def trim_if_due(self) -> bool:

@@ -18,6 +18,8 @@ import sys
 import types
 from collections.abc import Sequence
 
+from sglang_ext.cpu.cgroup_limits import allowed_processors
+
 _PACKAGE = "sgl_kernel"
 _CUDA_HIDDEN = ("", "-1")
 
@@ -84,7 +86,16 @@ def accelerator_present() -> bool:
 
 
 def usable_cores() -> int:
-    """Physical cores this process may run on (hyperthreads slow fp32 products down)."""
+    """Physical cores this process may run on (hyperthreads slow fp32 products down).
+
+    No more than whole ones that a container's limit pays for; at least 1.
+    """
+    allowed = allowed_processors()
+    cores = _physical_cores()
+    return cores if allowed is None else max(1, min(cores, int(allowed)))
+
+
+def _physical_cores() -> int:
     logical = os.sched_getaffinity(0)
     siblings = set()
     for cpu in logical:

@@ -301,6 +301,10 @@ WEIGHT_UPDATES = tuple(
         "load_weights_from_distributed", "update_weights_from_tensor", "update_weights_from_ipc"
     )
 )  # fmt: skip
+CHECK_WEIGHTS = Point(
+    _RUNNER + "check_weights", How.BEFORE, "cpu/linear",
+    "refused where layers keep packed weights alone", takes="self", cpu=True,
+)  # fmt: skip
 ROTARY = Point(
     _SRT + "layers.rotary_embedding.base.RotaryEmbedding.forward_native", How.AROUND, "cpu/rotary",
     "one compiled pass",
@@ -309,6 +313,10 @@ ROTARY = Point(
 STORE_KV = Point(
     _SRT + "mem_cache.memory_pool._set_kv_buffer_impl", How.AROUND, "cpu/kv_store",
     "K and V stored by `index_copy_`", takes="k, v, k_cache, v_cache, indices", cpu=True,
+)  # fmt: skip
+KV_POOL = Point(
+    _SRT + "mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal", How.AFTER,
+    "cpu/kv_pool", "its memory is taken as tokens come", takes="self", cpu=True,
 )  # fmt: skip
 KV_CLASS = Point(
     _SRT + "disaggregation.utils.get_kv_class", How.AFTER, "disaggregation/on_cpu",

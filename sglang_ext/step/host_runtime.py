@@ -11,7 +11,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_ext.budget.held_up import HeldUp
 from sglang_ext.cpu.heap_trim import HeapTrim
-from sglang_ext.cpu.linear import packed_product
+from sglang_ext.cpu.packed_weights import packed_product
 from sglang_ext.mirror.early_exit import Look, open_exit
 from sglang_ext.options import Options
 from sglang_ext.step.attended_frames import AttendedFrames

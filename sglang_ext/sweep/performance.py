@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_ext.sweep.methods import METHODS
+from sglang_ext.sweep.peer_section import put_section
 from sglang_ext.sweep.plan import Plan
 from sglang_ext.sweep.plots import ENDINGS, Plot, save, style, write_plots
 from sglang_ext.sweep.provenance import machine
@@ -67,6 +68,7 @@ def write_performance(folder: Path, docs: Path) -> None:
             save(draw_roofline(costs, summary), pictures, ROOFLINE.name)
     (pictures / CSV).write_text(to_csv(summary), encoding="utf-8")
     (docs / PAGE).write_text(page(summary, plots, costs), encoding="utf-8")
+    put_section(docs)
 
 
 def page(summary: Summary, plots: list[Plot], costs: Costs | None) -> str:

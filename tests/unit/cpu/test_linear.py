@@ -12,7 +12,8 @@ from sglang.srt.layers.quantization.unquant import (
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_ext.cpu import linear
-from sglang_ext.cpu.group_weights import GroupWeight
+from sglang_ext.cpu.packed_weights import PackedWeight, in_bits
+from sglang_ext.cpu.released_weights import KEEP_VARIABLE
 
 SHAPES = [(960, 576), (576, 1536), (3072, 576), (37, 19), (512, 2048)]
 
@@ -22,7 +23,7 @@ SHAPES = [(960, 576), (576, 1536), (3072, 576), (37, 19), (512, 2048)]
 def test_product(generator, shape, biased):
     weight = torch.randn(*shape, generator=generator)
     bias = torch.randn(shape[0], generator=generator) if biased else None
-    packed = linear.PackedWeight(weight)
+    packed = PackedWeight(weight)
     for size in ((1,), (7,), (2, 5), (3, 1), (0,)):
         x = torch.randn(*size, shape[1], generator=generator)
         expected = F.linear(x.double(), weight.double(), bias if bias is None else bias.double())
@@ -36,7 +37,7 @@ def test_product(generator, shape, biased):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_does_not_depend_on_its_batch(generator, shape):
-    packed = linear.PackedWeight(torch.randn(*shape, generator=generator))
+    packed = PackedWeight(torch.randn(*shape, generator=generator))
     x = torch.randn(70, shape[1], generator=generator)
     full = packed.linear(x)
     for rows in (1, 2, 3, 4, 6, 8, 11, 16, 31, 48, 64):
@@ -86,12 +87,12 @@ def test_tied_head_keeps_its_table_and_packs_at_the_first_product(generator):
     method = layer.quant_method
     ids = torch.tensor([5, 99])
     assert torch.equal(method.embedding(layer, ids), layer.weight[ids])
-    assert method._weight is None
+    assert method._packed is None
     # SGLang's LogitsProcessor must call apply, and not multiply by the table itself.
     assert should_apply_lm_head_quant_method(layer, method)
     x = torch.randn(2, 16, generator=generator)
     torch.testing.assert_close(method.apply(layer, x), F.linear(x, layer.weight))
-    assert method._weight is not None
+    assert method._packed is not None
 
 
 @pytest.mark.parametrize("pack", [linear._pack_linear, linear._pack_head])
@@ -115,30 +116,34 @@ def test_environment_turns_it_off(monkeypatch):
     assert len(registered) == 5
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("int4", 4)])
-def test_weight_formats(generator, monkeypatch, kind, bits):
-    """Layers get the format's bits, a head 8, and new weights are packed in the same way."""
+@pytest.mark.parametrize(
+    ("kind", "bits", "head_bits"), [("bf16", 16, 16), ("int8", 8, 8), ("int4", 4, 8)]
+)
+def test_weight_formats(generator, monkeypatch, kind, bits, head_bits):
+    """Layers get the format's bits, a head 8 at least, and new weights are packed alike."""
     monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", kind)
+    monkeypatch.setenv(KEEP_VARIABLE, "1")
     layer, head = (layer_of(torch.randn(48, 64, generator=generator)) for _ in range(2))
     linear._pack_linear(None, UnquantizedLinearMethod(), layer)
     linear._pack_head(None, UnquantizedEmbeddingMethod(), head)
     x = torch.randn(3, 64, generator=generator)
-    for made, expected in ((layer, bits), (head, 8)):
+    for made, expected in ((layer, bits), (head, head_bits)):
         out = made.quant_method.apply(made, x)
-        assert torch.equal(out, GroupWeight(made.weight, expected).linear(x))
+        assert torch.equal(out, in_bits(made.weight, expected).linear(x))
     fresh = torch.randn(48, 64, generator=generator)
     layer.weight.data.copy_(fresh)
     linear._note_update(None)
-    assert torch.equal(layer.quant_method.apply(layer, x), GroupWeight(fresh, bits).linear(x))
+    assert torch.equal(layer.quant_method.apply(layer, x), in_bits(fresh, bits).linear(x))
     assert torch.equal(head.quant_method.embedding(head, torch.tensor([7])), head.weight[7:8])
 
 
-def test_a_layer_that_groups_do_not_fit_stays_as_it_is(generator, monkeypatch):
+def test_a_layer_that_groups_do_not_fit_has_all_of_its_bits(generator, monkeypatch):
     monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", "int8")
-    layer = layer_of(torch.randn(24, 40, generator=generator))
+    weight = torch.randn(24, 40, generator=generator)
+    layer = layer_of(weight.clone())
     linear._pack_linear(None, UnquantizedLinearMethod(), layer)
     x = torch.randn(3, 40, generator=generator)
-    torch.testing.assert_close(layer.quant_method.apply(layer, x), F.linear(x, layer.weight))
+    torch.testing.assert_close(layer.quant_method.apply(layer, x), F.linear(x, weight))
 
 
 def test_formats_do_not_need_prepacking(monkeypatch):
@@ -147,10 +152,12 @@ def test_formats_do_not_need_prepacking(monkeypatch):
     monkeypatch.setenv(linear.PREPACK_VARIABLE, "0")
     monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", "int8")
     linear.register()
-    assert len(registered) == 5
+    assert len(registered) == 6
 
 
-@pytest.mark.parametrize(("kind", "bits_read"), [("fp32", 32), ("int8", 8.5), ("int4", 5)])
+@pytest.mark.parametrize(
+    ("kind", "bits_read"), [("fp32", 32), ("bf16", 16), ("int8", 8.5), ("int4", 5)]
+)
 def test_a_layer_tells_what_its_product_reads(generator, monkeypatch, kind, bits_read):
     monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", kind)
     layer = torch.nn.Linear(64, 48, bias=False)

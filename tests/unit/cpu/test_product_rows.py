@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sglang_ext.cpu import linear, product_rows
+from sglang_ext.cpu import product_rows
+from sglang_ext.cpu.packed_weights import PackedWeight
 from sglang_ext.cpu.product_rows import rounded_up, rows_to_run
 
 SHAPE = (37, 19)
@@ -41,7 +42,7 @@ def test_rows_that_are_not_there_leave_no_trace(timed, generator):
     assert timed([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]) == (0, 8, 8, 8, 8, 8, 8, 8, 8)
     weight = torch.randn(*SHAPE, generator=generator)
     bias = torch.randn(SHAPE[0], generator=generator)
-    packed = linear.PackedWeight(weight)
+    packed = PackedWeight(weight)
     for size in ((0,), (1,), (2, 2), (1, 5), (9,), (65,)):
         x = torch.randn(*size, SHAPE[1], generator=generator)
         out = packed.linear(x, bias)

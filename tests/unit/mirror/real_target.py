@@ -18,7 +18,8 @@ install()
 import torch  # noqa: E402
 
 from scripts.emulation import targets  # noqa: E402
-from sglang_ext.cpu.linear import PREPACK_VARIABLE, packed_product  # noqa: E402
+from sglang_ext.cpu.linear import PREPACK_VARIABLE  # noqa: E402
+from sglang_ext.cpu.packed_weights import packed_product  # noqa: E402
 
 DEPTH, EXIT, KAPPA = 4, 2, 5
 TEXTS = [[5, 9, 200, 31, 7], [77, 78, 79]]

@@ -1,0 +1,101 @@
+"""Weight matrices as CPUs multiply by them: packed for oneDNN, in fewer bits, or as they are.
+
+Plain torch hands fp32 products to MKL, which packs the weight matrix again at every call. Packed
+once, a product of few rows takes as long as reading the weights from memory, and rows come out
+bitwise the same whatever the number of rows beside them (see product_rows.py, group_weights.py and
+bf16_weights.py).
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from sglang_ext.cpu.bf16_weights import Bf16Weight
+from sglang_ext.cpu.group_weights import GroupWeight, grouped
+from sglang_ext.cpu.product_rows import pack, product, rounded_up, rows_to_run
+
+BITS = {"bf16": 16, "int8": 8, "int4": 4}
+"""Of a weight, by the formats of `--cpu-weights` that have fewer than float32."""
+
+
+class PackedWeight:
+    """A weight matrix [N, K] in oneDNN's layout, with the product x @ weight.T + bias.
+
+    Attributes:
+        nbytes: what a product reads of it.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.nbytes = weight.nbytes
+        self._packed = pack(weight.detach())
+        rows, columns = weight.shape
+        self._rows_to_run = rows_to_run(rows, columns, weight.dtype, torch.get_num_threads())
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., K] -> [..., N], of the weight's dtype."""
+        x2d = x.reshape(-1, x.shape[-1])
+        rows = x2d.shape[0]
+        listed = self._rows_to_run
+        more = (listed[rows] if rows < len(listed) else rounded_up(rows)) - rows
+        if more:
+            out = product(F.pad(x2d, (0, 0, 0, more)), self._packed, bias)[:rows]
+        else:
+            out = product(x2d, self._packed, bias)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
+class PlainWeight:
+    """A weight matrix [N, K] that is multiplied by as it is.
+
+    Attributes:
+        nbytes: what a product reads of it.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.nbytes = weight.nbytes
+        self._weight = weight
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., K] -> [..., N]."""
+        return F.linear(x, self._weight, bias)
+
+
+Product = PackedWeight | Bf16Weight | GroupWeight | PlainWeight
+
+
+def in_bits(weight: torch.Tensor, bits: int) -> Product:
+    """The matrix in 16, 8 or 4 bits; as it is where 8 or 4 do not fit, which the log tells."""
+    if bits == BITS["bf16"]:
+        return Bf16Weight(weight)
+    return grouped(weight, bits) or as_it_is(weight)
+
+
+def as_it_is(weight: torch.Tensor) -> PackedWeight | PlainWeight:
+    """The matrix with all of its bits, packed where this CPU has a packed product for it."""
+    return PackedWeight(weight) if can_pack(weight) else PlainWeight(weight)
+
+
+def packed_product(
+    weight: torch.Tensor, bias: torch.Tensor | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """x [T, K] -> x @ weight.T + bias, [T, N], packed once where this CPU has that."""
+    made = as_it_is(weight)
+    return lambda x: made.linear(x, bias)
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether oneDNN has a packed product for this weight on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if weight.device.type != "cpu" or weight.dim() != 2 or not weight.is_contiguous():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32
+
+
+def is_float_matrix(weight: torch.Tensor) -> bool:
+    """Whether the weight can be brought to fewer bits, as far as its type says."""
+    types = (torch.float32, torch.bfloat16, torch.float16)
+    return weight.device.type == "cpu" and weight.dim() == 2 and weight.dtype in types

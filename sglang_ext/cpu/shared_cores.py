@@ -1,0 +1,163 @@
+"""Good manners on shared cores: OpenMP's threads spin at barriers only while nobody else waits.
+
+A layer's products end at barriers, some hundred a token. Spinning there bridges the Python code
+between two products and is quickest on cores of one's own; where other programs want the cores, a
+thread that spins keeps from them, and from its own siblings, what they need to get to the barrier.
+libgomp decides anew at each barrier: with more of its threads than processors it spins 100 times
+instead of GOMP_SPINCOUNT (GCC's manual of libgomp, GOMP_SPINCOUNT). So while this process's threads
+have to wait for processors, which the kernel counts, threads that hold a team of their own and do
+nothing are kept beside them. How many threads a product runs on stays, and with it its bits.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+WAITS_VARIABLE = "SGLANG_EXT_CPU_SHORT_WAITS"
+_MODES = ("auto", "always", "never")
+_TASKS = Path("/proc/self/task")
+_LOOK_S = 0.2
+# Of the time, what all threads together wait for processors: from here on others want them, and
+# below this, for so many looks, they do not any more.
+_CROWDED, _FREE, _FREE_LOOKS = 0.15, 0.03, 10
+# Below this part of a processor the process is idle, and nobody looks.
+_IDLE = 0.1
+# Elements above which torch's element-wise kernels start a team (at::internal::GRAIN_SIZE: 32,768).
+_ENOUGH_FOR_A_TEAM = 1 << 18
+_MOST_HOLDERS = 16
+
+
+class ShortWaits:
+    """Has OpenMP's threads of this process spin hardly at all, or as they are set.
+
+    Attributes:
+        on: whether they spin hardly at all.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self._end = threading.Event()
+        self._holders: list[threading.Thread] = []
+
+    def set(self, on: bool) -> None:
+        """Change it; from the next barrier on."""
+        if on == self.on:
+            return
+        self.on = on
+        if on:
+            self._end = threading.Event()
+            self._holders = [self._held_team() for _ in range(_holders_needed())]
+            return
+        self._end.set()
+        for holder in self._holders:
+            holder.join()
+        self._holders = []
+
+    def _held_team(self) -> threading.Thread:
+        """A thread that has started a team, which sleeps until `_end`."""
+        started, end = threading.Event(), self._end
+
+        def hold() -> None:
+            torch.ones(_ENOUGH_FOR_A_TEAM).add_(1.0)
+            started.set()
+            end.wait()
+
+        thread = threading.Thread(target=hold, name="openmp-team", daemon=True)
+        thread.start()
+        started.wait()
+        return thread
+
+
+class Crowd:
+    """Tells from the waits of this process's threads whether others want its processors."""
+
+    def __init__(self) -> None:
+        self.here = False
+        self._free_looks = 0
+
+    def note(self, waited: float) -> bool:
+        """Whether others want them, given what threads waited, by the time since the last look."""
+        self._free_looks = self._free_looks + 1 if waited < _FREE else 0
+        if waited > _CROWDED:
+            self.here = True
+        elif self._free_looks >= _FREE_LOOKS:
+            self.here = False
+        return self.here
+
+
+def watch_cores() -> threading.Event | None:
+    """Watch from a thread of this process and set its waits; once, where the model is.
+
+    Returns:
+        Set it to end the watching; None: there is nothing to watch for (SGLANG_EXT_CPU_SHORT_WAITS,
+        one thread, or a kernel that does not count waits).
+    Raises:
+        ValueError: the variable has another value; the message names it.
+    """
+    mode = _configured_mode()
+    if mode == "never" or torch.get_num_threads() < 2 or waited_seconds() is None:
+        return None
+    waits = ShortWaits()
+    if mode == "always":
+        waits.set(True)
+        return None
+    end = threading.Event()
+    watch = threading.Thread(target=_watch, args=(waits, end.wait), name="core-watch", daemon=True)
+    watch.start()
+    return end
+
+
+def _watch(waits: ShortWaits, rest: Callable[[float], bool]) -> None:
+    crowd, before, used = Crowd(), waited_seconds(), time.process_time()
+    while not rest(_LOOK_S):
+        last, used = used, time.process_time()
+        if used - last < _IDLE * _LOOK_S:
+            before = None  # nothing runs that could wait: what is, stays
+            continue
+        now = waited_seconds()
+        if before is not None and now is not None:
+            # A thread that has ended takes its waits along.
+            here = crowd.note(max(0.0, now - before) / _LOOK_S)
+            if here != waits.on:
+                waits.set(here)
+                logger.debug("OpenMP waits are %s", "short" if here else "as they are set")
+        before = now
+    waits.set(False)
+
+
+def waited_seconds() -> float | None:
+    """Seconds that this process's threads stood ready and had no processor; None: not counted."""
+    waited, seen = 0, False
+    with contextlib.suppress(OSError):
+        for task in os.listdir(_TASKS):
+            # One that has just ended has no file any more.
+            with (
+                contextlib.suppress(OSError, ValueError, IndexError),
+                open(f"{_TASKS}/{task}/schedstat", "rb", buffering=0) as file,
+            ):
+                waited += int(file.read().split()[1])
+                seen = True
+    return waited / 1e9 if seen else None
+
+
+def _holders_needed() -> int:
+    """Teams that make libgomp's threads more than the processors that it knows of."""
+    threads = torch.get_num_threads()
+    processors = len(os.sched_getaffinity(0))
+    missing = processors + 1 - threads
+    return min(_MOST_HOLDERS, max(1, -(-missing // (threads - 1))))
+
+
+def _configured_mode() -> str:
+    mode = os.environ.get(WAITS_VARIABLE) or "auto"
+    if mode not in _MODES:
+        raise ValueError(f"{WAITS_VARIABLE} must be one of {', '.join(_MODES)}, got {mode!r}")
+    return mode

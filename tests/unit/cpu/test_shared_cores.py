@@ -1,0 +1,156 @@
+"""OpenMP's waits: short while others want the processors, and as they are set while nobody does."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from sglang_ext.cpu import shared_cores
+from sglang_ext.cpu.shared_cores import (
+    WAITS_VARIABLE,
+    Crowd,
+    ShortWaits,
+    waited_seconds,
+    watch_cores,
+)
+from tests.eventually import eventually
+
+# CPU time of 200 products' ends, between which the other threads spin or sleep: as they are set,
+# with short waits, and as they are set again.
+SPENT = """
+import time, torch
+from sglang_ext.cpu.shared_cores import ShortWaits
+torch.set_num_threads(2)
+values = torch.ones(1 << 18)
+def spent():
+    values.add_(1.0)
+    before = time.process_time()
+    for _ in range(200):
+        values.add_(1.0)
+        time.sleep(0.002)
+    return time.process_time() - before
+waits = ShortWaits()
+found = [spent()]
+for on in (True, False):
+    waits.set(on)
+    found.append(spent())
+print(*found)
+"""
+
+
+def test_threads_hardly_spin_with_short_waits_and_spin_again_without():
+    env = {**os.environ, "GOMP_SPINCOUNT": "100000", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", SPENT], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    before, short, after = map(float, done.stdout.split())
+    assert short < 0.6 * before
+    assert short < 0.6 * after
+
+
+def test_threads_that_wait_for_processors_tell_of_a_crowd():
+    crowd = Crowd()
+    assert not crowd.note(0.1)
+    assert crowd.note(0.5)
+    assert crowd.note(0.1)  # less, but not gone
+    assert all(crowd.note(0.0) for _ in range(9))
+    assert not crowd.note(0.0)
+
+
+def test_a_short_pause_does_not_end_a_crowd():
+    crowd = Crowd()
+    crowd.note(0.5)
+    for _ in range(5):
+        assert all(crowd.note(0.0) for _ in range(9))
+        assert crowd.note(0.05)
+
+
+def test_the_kernel_counts_waits():
+    before = waited_seconds()
+    assert before is not None
+    eventually(lambda: waited_seconds() >= before, 60, "waits are counted")
+
+
+def test_a_kernel_that_does_not_count_waits_is_not_watched(monkeypatch, tmp_path):
+    monkeypatch.setattr(shared_cores, "_TASKS", tmp_path)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert waited_seconds() is None
+    assert watch_cores() is None
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """What watch_cores sets, with the waits of its threads in `waited`."""
+    made = []
+
+    class Recorded(ShortWaits):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(shared_cores, "ShortWaits", Recorded)
+    monkeypatch.setattr(shared_cores, "_LOOK_S", 0.001)
+    monkeypatch.setattr(shared_cores, "_IDLE", 0.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    return made
+
+
+def test_waits_follow_the_crowd(waits, monkeypatch):
+    total, step = [0.0], [1.0]
+
+    def waited():
+        total[0] += step[0]
+        return total[0]
+
+    monkeypatch.setattr(shared_cores, "waited_seconds", waited)
+    end = watch_cores()
+    try:
+        eventually(lambda: waits[0].on, 60, "waits are short in a crowd")
+        step[0] = 0.0
+        eventually(lambda: not waits[0].on, 60, "waits are as they are set without one")
+    finally:
+        end.set()
+
+
+def test_an_idle_process_does_not_look(waits, monkeypatch):
+    looks = []
+    monkeypatch.setattr(shared_cores, "waited_seconds", lambda: looks.append(1) or 1.0)
+    monkeypatch.setattr(shared_cores, "_IDLE", 1e6)
+    rests = iter([False] * 20 + [True])
+    shared_cores._watch(ShortWaits(), lambda seconds: next(rests))
+    assert len(looks) == 1  # as it began
+
+
+def test_short_waits_can_be_had_always_or_never(waits, monkeypatch):
+    monkeypatch.setenv(WAITS_VARIABLE, "never")
+    assert watch_cores() is None and not waits
+    monkeypatch.setenv(WAITS_VARIABLE, "always")
+    assert watch_cores() is None and waits[0].on
+    waits[0].set(False)
+    assert not [t for t in threading.enumerate() if t.name == "openmp-team"]
+
+
+def test_one_thread_has_nobody_to_wait_for(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert watch_cores() is None
+
+
+def test_another_value_of_the_variable_is_refused(monkeypatch):
+    monkeypatch.setenv(WAITS_VARIABLE, "sometimes")
+    with pytest.raises(ValueError, match=f"{WAITS_VARIABLE}.*auto, always, never.*'sometimes'"):
+        watch_cores()
+
+
+@pytest.mark.parametrize(
+    ("threads", "processors", "holders"), [(2, 2, 1), (2, 4, 3), (8, 16, 2), (4, 64, 16)]
+)
+def test_teams_are_held_until_threads_are_more_than_processors(
+    monkeypatch, threads, processors, holders
+):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(shared_cores.os, "sched_getaffinity", lambda pid: set(range(processors)))
+    assert shared_cores._holders_needed() == holders
