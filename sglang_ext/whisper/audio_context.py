@@ -9,13 +9,14 @@ on whole windows, repeats itself. SGLang 0.5.23 knows whole windows alone (model
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from sglang_ext import sglang_points
 from sglang_ext.request_options import MOST_FRAMES, RequestOptions, flattened
 from sglang_ext.sglang_points.hooking import hook
+
+if TYPE_CHECKING:
+    import torch
 
 PARAMETER = "audio_ctx"
 _MELS_A_FRAME = 2
@@ -71,8 +72,8 @@ def _with_encoder_tokens(
 def _forward(
     original: Callable[..., Any],
     model: Any,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
+    input_ids: "torch.Tensor",
+    positions: "torch.Tensor",
     forward_batch: Any,
     **more: Any,
 ) -> Any:
@@ -90,7 +91,7 @@ def _forward(
     )
 
 
-def _to_encode(batch: Any) -> list[torch.Tensor]:
+def _to_encode(batch: Any) -> "list[torch.Tensor]":
     """The features of a batch's requests whose audio was not encoded yet: [mels, n] each."""
     if batch.forward_mode.is_decode():
         return []
@@ -100,7 +101,7 @@ def _to_encode(batch: Any) -> list[torch.Tensor]:
     return [part.reshape(part.shape[-2:]) for part in features]
 
 
-def encoded(encoder: Any, features: Sequence[torch.Tensor], forward_batch: Any) -> torch.Tensor:
+def encoded(encoder: Any, features: "Sequence[torch.Tensor]", forward_batch: Any) -> "torch.Tensor":
     """The encoder's states of several requests, those of one length in one pass.
 
     Args:
@@ -109,6 +110,8 @@ def encoded(encoder: Any, features: Sequence[torch.Tensor], forward_batch: Any) 
     Returns:
         float[all frames, size], in the order of the requests.
     """
+    import torch  # commands that read this module's options start without it
+
     weight = encoder.conv1.weight
     alike: dict[int, list[int]] = defaultdict(list)
     for place, part in enumerate(features):
