@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang_ext.drafters.session_outputs import is_secret
 from sglang_ext.sweep import load
 from sglang_ext.sweep.items import Item, Workload
 from sglang_ext.sweep.measuring import output_sha, parts_of
@@ -577,7 +578,7 @@ def test_growing_sources_are_sessions_that_no_other_run_goes_on_with(tmp_path):
         assert made["drafter"] == "ssbd"
     sessions = [made["ssbd"]["session"] for made in bodies]
     assert len(set(sessions)) == len(methods[1:]) * runs * 2  # by run and stream
-    assert {name.rpartition("-")[2] for name in sessions} == {"s1", "s2"}
+    assert all(sessions.count(name) == 2 and is_secret(name) for name in sessions)
     exact = [made for made in bodies if made["ssbd"]["beta"] == 0]
     assert len(exact) == runs * 4 and not any(made["ingest"] for made in exact)
     biased = [made for made in bodies if made["ssbd"]["beta"] == 0.2]
@@ -600,7 +601,7 @@ def test_sessions_are_warmed_up_with_a_source_that_grows(tmp_path):
     ]  # fmt: skip
     assert [body["input_ids"][0] for body in warm] == [51, 52]
     sessions = {b["sampling_params"]["custom_params"]["ssbd"]["session"] for b in warm}
-    assert sessions == {"warm-up-o"}
+    assert len(sessions) == 1
 
 
 def test_speech_is_sent_and_its_word_errors_are_kept(tmp_path):
