@@ -13,14 +13,17 @@ from scripts.lib.import_layers import ROOT, imports_in
 _UNREAD = re.compile(
     r"\.md$|^docs/|^tests/|^\.ci/|^scripts/check_house\.py$|^scripts/lib/(docs|house)_\w+\.py$"
 )
-_SCRIPT = re.compile(r"\bscripts[./]\w+(?:[./]\w+)*")
+_SWEEP = "sglang_ext/sweep"
+# What a command reads where it is named, or where something that it reads names it.
+_NAMED = re.compile(rf"(?:scripts|{_SWEEP})/.*\.py$")
+_NAME = re.compile(r"\b(?:scripts|sglang_ext[./]sweep)[./]\w+(?:[./]\w+)*")
 
 
 class CheckedOut:
     """The files of a commit.
 
-    All packages that are installed are read by every command; of scripts/ a command reads what it
-    names, and what that imports or names in turn.
+    All packages that are installed are read by every command but the sweep, which no server reads;
+    of that and of scripts/ a command reads what it names, and what that imports or names in turn.
 
     Args:
         files: path, relative to `root` -> the hash of what it holds.
@@ -40,18 +43,20 @@ class CheckedOut:
         """
         if re.search(r"\bmake\b", text):
             text += self._makefile.read_text()
-        scripts = self._scripts(text)
+        named = self._read(text)
         read = [
             f"{path} {blob}"
             for path, blob in sorted(self._files.items())
-            if path in scripts or not re.match(r"scripts/.*\.py$", path)
+            if path in named or not _NAMED.match(path)
         ]
         return hashlib.sha256("\n".join(read).encode()).hexdigest()
 
-    def _scripts(self, text: str) -> set[str]:
-        """Files of scripts/ that a text names, and those that they need."""
+    def _read(self, text: str) -> set[str]:
+        """Files of scripts/ and the sweep that a text names, and those that they need."""
         found: set[str] = set()
         waiting = list(self._named(text))
+        if re.search(r"\bsglang-ext sweep\b", text):
+            waiting += (path for path in self._files if re.match(rf"{_SWEEP}/.*\.py$", path))
         while waiting:
             path = waiting.pop()
             if path not in found:
@@ -62,7 +67,7 @@ class CheckedOut:
         return found
 
     def _named(self, text: str) -> Iterator[str]:
-        for name in _SCRIPT.findall(text):
+        for name in _NAME.findall(text):
             path = name.removesuffix(".py").replace(".", "/")
             while "/" in path:  # a.b.c may be c of the module a.b
                 if f"{path}.py" in self._files:

@@ -1,6 +1,8 @@
 """What a workload is made of."""
 
+import hashlib
 import itertools
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -109,8 +111,17 @@ def as_sessions(items: Sequence[Item], params: Mapping[str, Any], run: str) -> l
     made: list[Item] = []
     for stream in streams(items):
         for item in stream:
-            session = f"{run}-{item.stream or item.id}"
+            session = _session_name(run, item.stream or item.id)
             ingest = params.get("ingest", True) and item is stream[-1]
             own = {"ssbd": {**params["ssbd"], "session": session}, "ingest": ingest}
             made.append(replace(item, params=own))
     return made
+
+
+def _session_name(run: str, stream: str) -> str:
+    """A UUID of version 4, as a session with a bias must be named (drafters/session_outputs.py).
+
+    As random as the run's name, and the same for the same stream of it.
+    """
+    digest = hashlib.blake2b(f"{run}/{stream}".encode(), digest_size=16).digest()
+    return str(uuid.UUID(bytes=digest, version=4))

@@ -223,11 +223,14 @@ def test_what_ended_well_with_the_same_code_is_on_record(tmp_path):
 SOURCES = {
     "Makefile": "demo:\n\tpython -m scripts.demo\n",
     "sglang_ext/worker.py": "",
+    "sglang_ext/sweep/items.py": "",
+    "sglang_ext/sweep/methods.py": "",
     "docs/a.md": "",
     "scripts/data/text.gz": "",
     "scripts/__init__.py": "",
     "scripts/demo.py": "from scripts.lib import server\n",
     "scripts/bench.py": "RUN = ['-m', 'scripts.kit']\n",
+    "scripts/load.py": "from sglang_ext.sweep.items import Item\n",
     "scripts/kit/__main__.py": "from . import parts\n",
     "scripts/kit/parts.py": "",
     "scripts/kit/found_by_name.py": "",
@@ -238,15 +241,26 @@ SOURCES = {
 }
 
 
+SWEEP = "sglang_ext/sweep"
+DEMO = {"scripts/demo", "scripts/lib/server", "scripts/lib/client"}
+
+
 @pytest.mark.parametrize(
     ("command", "read"),
     [
         ("sglang-ext serve", set()),
-        ("make demo", {"demo", "lib/server", "lib/client"}),
-        ("python -m scripts.demo --quick", {"demo", "lib/server", "lib/client"}),
+        ("sglang-ext sweep --out results", {f"{SWEEP}/items", f"{SWEEP}/methods"}),
+        ("python -m scripts.load", {"scripts/load", f"{SWEEP}/items"}),
+        ("make demo", DEMO),
+        ("python -m scripts.demo --quick", DEMO),
         (
             "python -m scripts.bench",
-            {"bench", "kit/__main__", "kit/parts", "kit/found_by_name"},
+            {
+                "scripts/bench",
+                "scripts/kit/__main__",
+                "scripts/kit/parts",
+                "scripts/kit/found_by_name",
+            },
         ),
     ],
 )
@@ -262,7 +276,7 @@ def test_a_command_is_known_by_the_code_it_reads(tmp_path, command: str, read: s
         != before
     }
     always = {"Makefile", "sglang_ext/worker.py", "scripts/data/text.gz"}
-    assert changes == always | {f"scripts/{name}.py" for name in read}
+    assert changes == always | {f"{name}.py" for name in read}
 
 
 # Figures

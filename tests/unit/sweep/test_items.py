@@ -1,6 +1,10 @@
 """Items by stream, and streams as sessions."""
 
+import pytest
+
+from sglang_ext.drafters.ssbd import RetranslationDrafter
 from sglang_ext.sweep.items import Item, as_sessions, streams, tokens_in_flight
+from sglang_ext.sweep.methods import METHODS
 
 PARAMS = {"drafter": "ssbd", "ssbd": {"beta": 0.2}, "ingest": True}
 
@@ -24,14 +28,22 @@ def test_items_of_a_stream_keep_together_and_others_are_alone():
 def test_each_stream_is_a_session_and_what_it_ends_with_is_ingested():
     made = as_sessions(ITEMS, PARAMS, "run")
     assert [m.id for m in made] == [i.id for i in ITEMS]
-    assert [m.params["ssbd"] for m in made[:3]] == [
-        {"beta": 0.2, "session": "run-a"},
-        {"beta": 0.2, "session": "run-a"},
-        {"beta": 0.2, "session": "run-b"},
-    ]
+    first, second, other = (m.params["ssbd"] for m in made[:3])
+    assert first == second == {"beta": 0.2, "session": first["session"]}
+    assert first["session"] != other["session"]
+    (again, *_) = as_sessions(ITEMS, PARAMS, "another run")
+    assert again.params["ssbd"]["session"] != first["session"]
     assert [m.params["ingest"] for m in made] == [False, True, True, True, True, True]
     assert not any(m.params["ingest"] for m in as_sessions(ITEMS, PARAMS | {"ingest": False}, "r"))
     assert PARAMS["ssbd"] == {"beta": 0.2}
+
+
+@pytest.mark.parametrize(
+    "method", [m for m in METHODS.values() if m.sessions], ids=lambda m: m.name
+)
+def test_servers_take_the_sessions_of_a_method(method):
+    for made in as_sessions(ITEMS, method.params, "run"):
+        RetranslationDrafter.check(made.params)
 
 
 def test_what_a_request_takes_in_the_servers_cache():

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang_ext.drafters.session_outputs import is_secret
 from sglang_ext.sweep import load
-from sglang_ext.sweep.items import Item, Workload
+from sglang_ext.sweep.items import Item, Workload, as_sessions
 from sglang_ext.sweep.measuring import output_sha, parts_of
 from sglang_ext.sweep.methods import METHODS as CATALOGUE
 from sglang_ext.sweep.methods import Method
@@ -563,21 +564,28 @@ def test_growing_sources_are_sessions_that_no_other_run_goes_on_with(tmp_path):
     results, servers = special(
         tmp_path, GROWING, methods, lambda ids: texts.get(ids[0], "other"), repeats=2
     )
-    measured = {tuple(item.input_ids) for item in GROWING.measured}
-    bodies = [
-        body["sampling_params"]["custom_params"]
+    measured = {tuple(item.input_ids): item.stream for item in GROWING.measured}
+    sent = [
+        body
         for key, server in servers.started
         if key == "ssbd"
         for body in server.generated()
         if tuple(body["input_ids"]) in measured
     ]
+    bodies = [body["sampling_params"]["custom_params"] for body in sent]
     runs = 2 * len(PLAN.batches)
     assert len(bodies) == len(methods[1:]) * runs * 4
     for made in bodies:
         assert made["drafter"] == "ssbd"
     sessions = [made["ssbd"]["session"] for made in bodies]
     assert len(set(sessions)) == len(methods[1:]) * runs * 2  # by run and stream
-    assert {name.rpartition("-")[2] for name in sessions} == {"s1", "s2"}
+    assert all(sessions.count(name) == 2 and is_secret(name) for name in sessions)
+    said = {
+        (name, measured[tuple(body["input_ids"])])
+        for name, body in zip(sessions, sent, strict=True)
+    }
+    assert len(said) == len(set(sessions))  # a session is of one stream
+    assert {stream for _, stream in said} == {"s1", "s2"}
     exact = [made for made in bodies if made["ssbd"]["beta"] == 0]
     assert len(exact) == runs * 4 and not any(made["ingest"] for made in exact)
     biased = [made for made in bodies if made["ssbd"]["beta"] == 0.2]
@@ -600,7 +608,8 @@ def test_sessions_are_warmed_up_with_a_source_that_grows(tmp_path):
     ]  # fmt: skip
     assert [body["input_ids"][0] for body in warm] == [51, 52]
     sessions = {b["sampling_params"]["custom_params"]["ssbd"]["session"] for b in warm}
-    assert sessions == {"warm-up-o"}
+    (own,) = as_sessions([Item("o1", "c", (51,), 1, stream="o")], {"ssbd": {}}, "warm-up")
+    assert sessions == {own.params["ssbd"]["session"]}
 
 
 def test_speech_is_sent_and_its_word_errors_are_kept(tmp_path):
