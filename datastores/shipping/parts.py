@@ -31,7 +31,7 @@ class Part:
         """
         # New memory for each block would take as long as reading it.
         block = memoryview(bytearray(min(block_bytes, max(1, self.size - start))))
-        while size := os.preadv(self.file.fileno(), (block,), start):
+        while size := _filled(self.file, block, start):
             yield block[:size]
             start += size
 
@@ -93,6 +93,15 @@ def _written(cut: Cut, segments: list[tuple[str, Segment]], corpus: str | None) 
     name = f"sub-{manifest.next_file:08d}-{digest.hexdigest()}.idx"
     part.entry = replace(part.entry, name=name)
     return part
+
+
+def _filled(file: BinaryIO, block: memoryview, start: int) -> int:
+    """Fills the block from an offset on; how far: less than all of it at the file's end alone."""
+    size = 0
+    # One call may read less, on file systems that are not this machine's own.
+    while more := os.preadv(file.fileno(), (block[size:],), start + size):
+        size += more
+    return size
 
 
 def _size(file: BinaryIO) -> int:

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from datastores.manifest import FileEntry
 from datastores.shipping.cut import Cut
 from datastores.shipping.parts import Part, parts_of
@@ -35,3 +37,16 @@ def test_a_part_is_read_whole_whatever_its_files_position_is(tmp_path: Path) -> 
         assert read_while_others_seek(corpus) == content
         assert read_while_others_seek(corpus, 700) == content[700:]
         assert len(read_while_others_seek(served)) == served.size
+
+
+def test_blocks_are_full_where_a_read_gives_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, fold_interval=1000) as made:
+        made.add_corpus("c", [list(range(2, 402)) * 2])
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: read(fd, [into[0][:100]], at))
+    with Cut(tmp_path) as cut:
+        (part,) = parts_of(cut, wanted)
+        sizes = [len(block) for block in part.blocks(256)]
+        assert sum(sizes) == part.size and set(sizes[:-1]) == {256}
