@@ -17,13 +17,24 @@ _SWEEP = "sglang_ext/sweep"
 # What a command reads where it is named, or where something that it reads names it.
 _NAMED = re.compile(rf"(?:scripts|{_SWEEP})/.*\.py$")
 _NAME = re.compile(r"\b(?:scripts|sglang_ext[./]sweep)[./]\w+(?:[./]\w+)*")
+# Read as a whole where they are named, in the same way, or by a command of ours. What ships
+# datastores is no server's; what runs on CUDA is loaded by every server, and run on no CPU but for
+# what stages arrays.
+_WHOLE = (
+    (
+        re.compile(r"datastores/shipping/"),
+        re.compile(r"\bdatastores[./]shipping\b|-ext datastore\b"),
+    ),
+    (re.compile(r"sglang_ext/cuda/(?!staging|__init__)"), re.compile(r"\bsglang_ext[./]cuda\b")),
+)
 
 
 class CheckedOut:
     """The files of a commit.
 
-    All packages that are installed are read by every command but the sweep, which no server reads;
-    of that and of scripts/ a command reads what it names, and what that imports or names in turn.
+    All packages that are installed are read by every command but for the sweep, which no server
+    reads, and those of _WHOLE; of these and of scripts/ a command reads what it names, and what
+    that imports or names in turn.
 
     Args:
         files: path, relative to `root` -> the hash of what it holds.
@@ -47,7 +58,7 @@ class CheckedOut:
         read = [
             f"{path} {blob}"
             for path, blob in sorted(self._files.items())
-            if path in named or not _NAMED.match(path)
+            if path in named or not _is_named(path)
         ]
         return hashlib.sha256("\n".join(read).encode()).hexdigest()
 
@@ -67,6 +78,9 @@ class CheckedOut:
         return found
 
     def _named(self, text: str) -> Iterator[str]:
+        for files, name in _WHOLE:
+            if name.search(text):
+                yield from (path for path in self._files if files.match(path))
         for name in _NAME.findall(text):
             path = name.removesuffix(".py").replace(".", "/")
             while "/" in path:  # a.b.c may be c of the module a.b
@@ -77,6 +91,11 @@ class CheckedOut:
                     yield from (f for f in self._files if re.match(rf"{path}/.*\.py$", f))
                     break
                 path = path.rpartition("/")[0]
+
+
+def _is_named(path: str) -> bool:
+    """Whether a command reads it only where something names it."""
+    return bool(_NAMED.match(path)) or any(files.match(path) for files, _ in _WHOLE)
 
 
 def checked_out() -> CheckedOut | None:
