@@ -23,6 +23,8 @@ TOP = 16
 # Of the scheduler's Python, functions that `host` keeps.
 FUNCTIONS = 80
 MAX_TRACE_BYTES = 15 << 20
+# What may wait beside decode steps: our worker's prefills, and SGLang where this probe is asked.
+_NO_STEP = frozenset({"_prefill", "handle_rpc_request"})
 # Of a trace that is too large, what is left out first: Python's and torch's operators.
 _KEPT_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cuda_driver"})
 
@@ -183,6 +185,8 @@ class Probe:
         if self._syncs is None or "synchroniz" not in str(message):
             return self._shown(message, category, *args, **kwargs)
         own = [f for f in traceback.extract_stack() if "sglang" in f.filename]
+        if any(f.name in _NO_STEP for f in own):
+            return None
         frame = own[-1] if own else None
         place = f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno}" if frame else "?"
         self._syncs[place] += 1
