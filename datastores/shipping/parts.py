@@ -1,6 +1,7 @@
 """What a copy of a datastore consists of: open sub-index files, some of them made for it."""
 
 import hashlib
+import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -23,12 +24,16 @@ class Part:
     size: int
 
     def blocks(self, block_bytes: int = WRITE_BYTES, start: int = 0) -> Iterator[memoryview]:
-        """Its bytes from an offset on; a block lasts until the next one. OSError: unreadable."""
-        self.file.seek(start)
+        """Its bytes from an offset on; a block lasts until the next one. OSError: unreadable.
+
+        The file's position is neither used nor moved: a check that runs aside maps the same open
+        file, for which numpy goes to its end and asks how far that is.
+        """
         # New memory for each block would take as long as reading it.
         block = memoryview(bytearray(min(block_bytes, max(1, self.size - start))))
-        while size := self.file.readinto(block):  # type: ignore[attr-defined] # as all here have
+        while size := _filled(self.file, block, start):
             yield block[:size]
+            start += size
 
 
 def parts_of(
@@ -90,5 +95,14 @@ def _written(cut: Cut, segments: list[tuple[str, Segment]], corpus: str | None) 
     return part
 
 
+def _filled(file: BinaryIO, block: memoryview, start: int) -> int:
+    """Fills the block from an offset on; how far: less than all of it at the file's end alone."""
+    size = 0
+    # One call may read less, on file systems that are not this machine's own.
+    while more := os.preadv(file.fileno(), (block[size:],), start + size):
+        size += more
+    return size
+
+
 def _size(file: BinaryIO) -> int:
-    return file.seek(0, 2)
+    return os.fstat(file.fileno()).st_size

@@ -74,6 +74,7 @@ def installed(
 
 
 def _replace(stack: ExitStack, allow_float32: bool, compute_dtype: torch.dtype) -> None:
+    from sglang.kernels.ops.speculative import pack_verify_mask
     from sglang.srt.layers.attention import flashinfer_backend as backend
     from sglang.srt.mem_cache import kv_index_translator
 
@@ -99,6 +100,7 @@ def _replace(stack: ExitStack, allow_float32: bool, compute_dtype: torch.dtype) 
         (backend, "torch", _TorchWithoutCuda()),
         # The backend's indices come from a Triton kernel; triton_checks.py runs that one itself.
         (kv_index_translator, "create_flashinfer_kv_indices_triton", kernels.KvIndicesLauncher()),
+        (pack_verify_mask, "pack_verify_mask_into", kernels.pack_verify_mask_into),
         (Wrapper, "allow_float32", allow_float32),
         (Wrapper, "compute_dtype", compute_dtype),
     ]

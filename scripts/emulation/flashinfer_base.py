@@ -42,6 +42,7 @@ class Wrapper:
         self._max_total_num_rows: int | None = None
         self._custom_mask_buf: torch.Tensor | None = None
         self._mask_indptr_buf: torch.Tensor | None = None
+        self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = workspace
 
     @property
     def is_cuda_graph_enabled(self) -> bool:

@@ -77,9 +77,12 @@ def window_error(window: int = 32, graph: bool = False, seed: int = 0) -> float:
 
 
 def _full_attention(rng: np.random.Generator) -> dict[str, float]:
+    from sglang_ext.cuda.flashinfer_plan import install
+
     errors = {}
     for width in WIDTHS:
         with bench() as made:
+            install(made.backend)
             graph = Graph(made, _PADDED, width)
             for bs in BATCHES:
                 step = Step.random(rng, rng.integers(1, 90, bs).tolist(), width)

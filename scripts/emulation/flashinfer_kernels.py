@@ -42,6 +42,29 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor) -> tuple[torch.Tenso
     return packed, packed_indptr.int()
 
 
+def pack_verify_mask_into(
+    mask: torch.Tensor, kv_indptr: torch.Tensor, packed_indptr: torch.Tensor, output: torch.Tensor,
+    *, batch_size: int, query_width: int, max_kv_len: int,
+) -> None:  # fmt: skip
+    """SGLang's kernels/ops/speculative/pack_verify_mask.py: each request's mask, packed in place.
+
+    Args:
+        mask: bool[query_width * kv_indptr[-1]].
+        kv_indptr: int32[requests + 1], where keys start.
+        packed_indptr: int32[requests + 1], where packed bytes start.
+        output: uint8[bytes], written up to packed_indptr[-1].
+
+    Raises:
+        ValueError: a request has more keys than `max_kv_len`, or its bytes start elsewhere.
+    """
+    if int(kv_indptr.diff().max()) > max_kv_len or len(kv_indptr) != batch_size + 1:
+        raise ValueError(f"max_kv_len {max_kv_len}, requests {batch_size}: not of {kv_indptr}")
+    packed, starts = segment_packbits(mask, kv_indptr * query_width)
+    if not torch.equal(starts, packed_indptr):
+        raise ValueError(f"packed masks start at {packed_indptr}, not at {starts}")
+    output[: len(packed)].copy_(packed)
+
+
 def unpack_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
     """bool[count], the first bits of uint8[bytes]; raises ValueError where there are fewer."""
     if packed.numel() * 8 < count:

@@ -20,6 +20,30 @@ from scripts.emulation import flashinfer_kernels as kernels
 from scripts.emulation.flashinfer_base import KvCache, PagedWrapper, Wrapper, check_int32
 
 
+class _PlanOnHost:
+    """The module that a plan compiles: what it schedules is the host's word for the buffers."""
+
+    def __init__(self, wrapper: "BatchPrefillWithPagedKVCacheWrapper"):
+        self._wrapper = wrapper
+
+    def plan(
+        self, floats: Any, integers: Any, pinned: Any, qo: torch.Tensor, kv: torch.Tensor,
+        kv_lens: torch.Tensor, most_rows: int, batch_size: int, *heads: Any,
+    ) -> None:  # fmt: skip
+        """Where the original would run another schedule than the buffers' layout.
+
+        Raises:
+            ValueError: the host's layout is not the one in the graph's buffers.
+        """
+        in_place = self._wrapper._qo_indptr_buf, self._wrapper._paged_kv_indptr_buf
+        for name, host, device in zip(("qo_indptr", "kv_indptr"), (qo, kv), in_place, strict=True):
+            if host.dtype != torch.int32 or not torch.equal(host, device):
+                raise ValueError(f"{name} on the host is not what the graph's buffer holds")
+        if not torch.equal(kv_lens, kv.diff()):
+            raise ValueError("kv_lens on the host are not those of kv_indptr")
+        self._wrapper.check_rows(batch_size, int(qo[-1]), self._wrapper._fixed_batch_size)
+
+
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     """flashinfer.BatchPrefillWithPagedKVCacheWrapper: extend and verify over a paged pool."""
 
@@ -47,6 +71,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         if use_cuda_graph and len(self._qo_indptr_buf) != self._fixed_batch_size + 1:
             raise ValueError("The length of qo_indptr_buf should be batch_size + 1.")
         self._custom_mask_buf, self._mask_indptr_buf = custom_mask_buf, mask_indptr_buf
+        self._cached_module: _PlanOnHost | None = None
 
     def plan(
         self,
@@ -95,6 +120,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         self.keep_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
         self._keep_queries(qo_indptr, packed)
         self.keep_variant(causal, window_left, logits_soft_cap, sm_scale)
+        self._cached_module = _PlanOnHost(self)
 
     begin_forward = plan
 

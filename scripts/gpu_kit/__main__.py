@@ -11,6 +11,8 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 USAGE_ERROR = 2
@@ -46,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
         return USAGE_ERROR
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="gpu-kit-", dir=args.work) as folder:
+    with _work(args.work) as folder:
         kit = Kit(
             out=str(out),
             work=folder,
@@ -64,6 +66,17 @@ def _run(args: argparse.Namespace) -> int:
             return USAGE_ERROR
     print(f"{'every phase passed' if passed else 'not every phase passed'}: {out}")
     return 0 if passed else 1
+
+
+@contextmanager
+def _work(given: Path | None) -> Iterator[str]:
+    """Where the checkpoint and notes lie: kept in a folder that was given."""
+    if given is None:
+        with tempfile.TemporaryDirectory(prefix="gpu-kit-") as folder:
+            yield folder
+        return
+    given.mkdir(parents=True, exist_ok=True)
+    yield str(given.resolve())
 
 
 def _gpu_name() -> str:
@@ -96,7 +109,10 @@ def _arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--shape", choices=("1b", "8b"), default="1b", help="the target [1b]")
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts [0]")
-    parser.add_argument("--work", type=Path, help="where the checkpoint is written [TMPDIR]")
+    parser.add_argument(
+        "--work", type=Path, metavar="DIR",
+        help="for the checkpoint and notes, kept and used again [a temporary folder]",
+    )  # fmt: skip
     parser.add_argument("--prebuilt", type=Path, metavar="DIR", help="kernels to bring: prebuild")
     parser.add_argument("--into", type=Path, default=Path("site"), help="--unpack's folder [site]")
     parser.add_argument("--fast", action="store_true", help="--list-carry: an upper bound")

@@ -1,11 +1,13 @@
 """Verify steps for attention kernels, and dense attention in float32 to compare them with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
+from sglang_ext.cuda.flashinfer_plan import plan_from_lengths
 from sglang_ext.cuda.staging import full_mask, mask_starts
 from sglang_ext.tree import TokenTree, pack
 
@@ -146,9 +148,18 @@ class FlashInferVerify:
 
     def plan(self, step: Verify) -> None:
         """Plan a step; for a graph, one of its number of requests."""
+        self._plan_with(self._wrapper.plan, step)
+
+    def plan_from_lengths(self, step: Verify) -> None:
+        """Plan a graph's step again, as the product does: the device is not waited for."""
+        keys = torch.tensor([length + step.width for length in step.lens], dtype=torch.int32)
+        self._plan_with(partial(plan_from_lengths, self._wrapper, keys, step.width), step)
+
+    @staticmethod
+    def _plan_with(plan: Callable[..., None], step: Verify) -> None:
         device = str(step.q.device.type)
         bs = len(step.lens)
-        self._wrapper.plan(
+        plan(
             indptr([step.width] * bs, device),
             indptr([length + step.width for length in step.lens], device),
             torch.cat(step.slots).to(torch.int32),

@@ -58,7 +58,9 @@ STAND_INS = {
 }
 # Of xz: for the archive, and for an upper bound of its size.
 PRESET, FAST_PRESET = 6, 2
-EVERYWHERE = ("__pycache__/*", "*/__pycache__/*", "*.pyc")
+# Extension modules are of this environment's Python, not of PYTHON; SGLang's are its Rust servers,
+# which no engine needs.
+EVERYWHERE = ("__pycache__/*", "*/__pycache__/*", "*.pyc", "*.cpython-*.so")
 # Their metadata is read: versions, and the entry point of our plugin.
 METADATA = ("sglang", "sglang-kernel", "flashinfer-python", "sglang-ext")
 _PLATFORMS = (

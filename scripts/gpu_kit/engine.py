@@ -27,9 +27,13 @@ ON_GPU = {
     "--cuda-graph-bs-decode": ["1", "2", "4", "8", "16", "32", "48", "64"],
     "--cuda-graph-bs-prefill": ["64", "256", "512"],
     "--context-length": ["16384"],
+    # All that the phases fill, so that two engines that start at once find memory.
+    "--max-total-tokens": ["131072"],
 }
 # What the dry run's machine can spare; its other flags are those of a server on a CPU.
 ON_CPU = ["--max-total-tokens", "16384"]
+# Logprobs per token that `best_logprobs` keeps.
+BEST = 4
 # Taken from `env_options` and not from whatever this process was started with.
 SPECULATION = ("--speculative-algorithm", "SSSD")
 
@@ -117,6 +121,46 @@ class Engine:
 
         return [_answer(found) for found in self._engine.loop.run_until_complete(every())]
 
+    def best_logprobs(
+        self, prompts: Sequence[Sequence[int]], tokens: int
+    ) -> list[tuple[dict[int, float], dict[int, float]]]:
+        """For each token of greedy answers the BEST logprobs, of its decode step and of a prefill.
+
+        Args:
+            tokens: per answer.
+
+        Returns:
+            pairs of logprobs by token: from the step that wrote it, and from one prefill of the
+            prompt and the whole answer.
+        """
+        asked = {"return_logprob": True, "top_logprobs_num": BEST}
+        pairs = []
+        written = self._found(prompts, greedy(tokens), asked)
+        whole = [
+            [*prompt, *found["output_ids"]] for prompt, found in zip(prompts, written, strict=True)
+        ]
+        read = self._found(whole, greedy(1), asked | {"logprob_start_len": 0})
+        for prompt, decoded, prefilled in zip(prompts, written, read, strict=True):
+            # The first one is of the first token, which nothing precedes.
+            rows = prefilled["meta_info"]["input_top_logprobs"][len(prompt) :]
+            steps = decoded["meta_info"]["output_top_logprobs"]
+            pairs += [(_by_token(a), _by_token(b)) for a, b in zip(steps, rows, strict=True)]
+        return pairs
+
+    def _found(
+        self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any], asked: dict[str, Any]
+    ) -> list[Any]:
+        async def every() -> list[Any]:
+            answers = (
+                self._engine.async_generate(
+                    input_ids=list(prompt), sampling_params=dict(sampling), **asked
+                )
+                for prompt in prompts
+            )
+            return await asyncio.gather(*answers)
+
+        return list(self._engine.loop.run_until_complete(every()))
+
     def begin(self, what: str) -> None:
         """Have the probe note `steps`, `logits` or `syncs` from now on."""
         self._engine.collective_rpc("gpu_kit", name=what)
@@ -154,6 +198,11 @@ def _answer(found: Mapping[str, Any]) -> Answer:
         int(meta.get("spec_verify_ct") or 0),
         [entry[0] for entry in kept] if kept else None,
     )
+
+
+def _by_token(entries: Sequence[Sequence[Any]]) -> dict[int, float]:
+    """SGLang's (logprob, token, text) by token."""
+    return {int(token): float(value) for value, token, _ in entries}
 
 
 def _start(kit: Kit, flags: list[str]) -> Any:

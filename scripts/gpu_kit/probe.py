@@ -5,6 +5,7 @@ gives the Scheduler one more method, `gpu_kit`, which Engine.collective_rpc reac
 called nothing is wrapped.
 """
 
+import cProfile
 import gzip
 import json
 import shutil
@@ -19,7 +20,11 @@ import torch
 
 # Logits per row that `logits` keeps.
 TOP = 16
+# Of the scheduler's Python, functions that `host` keeps.
+FUNCTIONS = 80
 MAX_TRACE_BYTES = 15 << 20
+# What may wait beside decode steps: our worker's prefills, and SGLang where this probe is asked.
+_NO_STEP = frozenset({"_prefill", "handle_rpc_request"})
 # Of a trace that is too large, what is left out first: Python's and torch's operators.
 _KEPT_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cuda_driver"})
 
@@ -66,6 +71,7 @@ class Probe:
         self._profiler: Any = None
         self._trace: tuple[str, int] | None = None
         self._syncs: Counter[str] | None = None
+        self._host: cProfile.Profile | None = None
         self._counted = 0
         worker, runner = scheduler.model_worker, scheduler.tp_worker.model_runner
         worker.forward_batch_generation = self._watched(worker.forward_batch_generation)
@@ -113,6 +119,18 @@ class Probe:
         self._syncs = None
         Path(path).write_text(json.dumps(found))
 
+    def host(self, path: str = "") -> None:
+        """Begin to profile the scheduler's Python; with a path: write where its time went."""
+        if not path:
+            self._host, self._counted = cProfile.Profile(), 0
+            self._host.enable()
+            return
+        profile, self._host = self._host, None
+        assert profile is not None
+        profile.disable()
+        found = {"steps": self._counted, "functions": _slowest(profile, max(1, self._counted))}
+        Path(path).write_text(json.dumps(found))
+
     def trace(self, path: str, steps: int) -> None:
         """Record the next `steps` decode steps with torch's profiler into `path` (.json.gz)."""
         self._trace = path, steps
@@ -143,7 +161,7 @@ class Probe:
                     "width": len(batch.input_ids) // len(batch.reqs) if decoding else 0,
                 }
                 noted.append(line)
-            if self._syncs is not None and decoding:
+            if (self._syncs is not None or self._host is not None) and decoding:
                 self._counted += 1
             if self._top is not None and not decoding:
                 self._top += _largest(result.logits_output.next_token_logits)
@@ -167,6 +185,8 @@ class Probe:
         if self._syncs is None or "synchroniz" not in str(message):
             return self._shown(message, category, *args, **kwargs)
         own = [f for f in traceback.extract_stack() if "sglang" in f.filename]
+        if any(f.name in _NO_STEP for f in own):
+            return None
         frame = own[-1] if own else None
         place = f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno}" if frame else "?"
         self._syncs[place] += 1
@@ -194,6 +214,21 @@ class Probe:
         plain = Path(path).with_suffix("")
         profiler.export_chrome_trace(str(plain))
         compress_trace(plain, Path(path))
+
+
+def _slowest(profile: cProfile.Profile, steps: int) -> list[dict[str, Any]]:
+    """The FUNCTIONS functions that took longest by themselves, in milliseconds a step."""
+    profile.create_stats()
+    lines: list[dict[str, Any]] = [
+        {
+            "function": f"{'/'.join(Path(file).parts[-3:])}:{line} {name}",
+            "calls": round(calls / steps, 2),
+            "own_ms": round(1e3 * own / steps, 4),
+            "with_callees_ms": round(1e3 * whole / steps, 4),
+        }
+        for (file, line, name), (_, calls, own, whole, _) in profile.stats.items()  # type: ignore[attr-defined]
+    ]
+    return sorted(lines, key=lambda found: -found["own_ms"])[:FUNCTIONS]
 
 
 def _largest(logits: torch.Tensor) -> list[dict[str, float]]:

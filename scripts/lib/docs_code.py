@@ -4,26 +4,38 @@ the same one are runs of the same code."""
 import hashlib
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from scripts.lib.import_layers import ROOT, imports_in
 
 # What no command reads but as text to a person, and what runs the commands.
 _UNREAD = re.compile(
-    r"\.md$|^docs/|^tests/|^\.ci/|^scripts/check_house\.py$|^scripts/lib/(docs|house)_\w+\.py$"
+    r"\.md$|^docs/|^tests/|^\.ci/|^Makefile$|^scripts/check_house\.py$"
+    r"|^scripts/lib/(docs|house)_\w+\.py$"
 )
 _SWEEP = "sglang_ext/sweep"
 # What a command reads where it is named, or where something that it reads names it.
 _NAMED = re.compile(rf"(?:scripts|{_SWEEP})/.*\.py$")
 _NAME = re.compile(r"\b(?:scripts|sglang_ext[./]sweep)[./]\w+(?:[./]\w+)*")
+# Read as a whole where they are named, in the same way, or by a command of ours. What ships
+# datastores is no server's; what runs on CUDA is loaded by every server, and run on no CPU but for
+# what stages arrays.
+_WHOLE = (
+    (
+        re.compile(r"datastores/shipping/"),
+        re.compile(r"\bdatastores[./]shipping\b|-ext datastore\b"),
+    ),
+    (re.compile(r"sglang_ext/cuda/(?!staging|__init__)"), re.compile(r"\bsglang_ext[./]cuda\b")),
+)
 
 
 class CheckedOut:
     """The files of a commit.
 
-    All packages that are installed are read by every command but the sweep, which no server reads;
-    of that and of scripts/ a command reads what it names, and what that imports or names in turn.
+    All packages that are installed are read by every command but for the sweep, which no server
+    reads, and those of _WHOLE; of these, of scripts/ and of the Makefile a command reads what it
+    names, and what that imports or names in turn.
 
     Args:
         files: path, relative to `root` -> the hash of what it holds.
@@ -33,7 +45,7 @@ class CheckedOut:
     def __init__(self, files: Mapping[str, str], root: Path = ROOT):
         self._root = root
         self._files = {path: blob for path, blob in files.items() if not _UNREAD.search(path)}
-        self._makefile = root / "Makefile"
+        self._makefile = MakeRules((root / "Makefile").read_text())
 
     def fingerprint(self, text: str) -> str:
         """Of what one command reads, or several.
@@ -41,13 +53,14 @@ class CheckedOut:
         Args:
             text: as shown.
         """
-        if re.search(r"\bmake\b", text):
-            text += self._makefile.read_text()
-        named = self._read(text)
-        read = [
+        made = "".join(
+            self._makefile.text_of(words.split()) for words in re.findall(r"\bmake\b(.*)", text)
+        )
+        named = self._read(text + made)
+        read = [made] + [
             f"{path} {blob}"
             for path, blob in sorted(self._files.items())
-            if path in named or not _NAMED.match(path)
+            if path in named or not _is_named(path)
         ]
         return hashlib.sha256("\n".join(read).encode()).hexdigest()
 
@@ -67,6 +80,9 @@ class CheckedOut:
         return found
 
     def _named(self, text: str) -> Iterator[str]:
+        for files, name in _WHOLE:
+            if name.search(text):
+                yield from (path for path in self._files if files.match(path))
         for name in _NAME.findall(text):
             path = name.removesuffix(".py").replace(".", "/")
             while "/" in path:  # a.b.c may be c of the module a.b
@@ -77,6 +93,49 @@ class CheckedOut:
                     yield from (f for f in self._files if re.match(rf"{path}/.*\.py$", f))
                     break
                 path = path.rpartition("/")[0]
+
+
+class MakeRules:
+    """A Makefile's rules, each as its text, and what stands between them.
+
+    Args:
+        text: the Makefile's.
+    """
+
+    def __init__(self, text: str):
+        self._common = ""
+        self._rules: dict[str, str] = {}
+        self._needs: dict[str, list[str]] = {}
+        target = ""
+        for line in text.splitlines(keepends=True):
+            rule = re.match(r"([^\s:=.#][^\s:=]*):(?!=)(.*)", line)
+            if rule:
+                target = rule[1]
+                self._needs[target], self._rules[target] = rule[2].split(), line
+            elif line.startswith("\t") and target:
+                self._rules[target] += line
+            elif not line.startswith("#"):
+                target, self._common = "", self._common + line
+
+    def text_of(self, words: Iterable[str]) -> str:
+        """Rules that a call of make names, those that they need, and what all share.
+
+        Args:
+            words: behind `make`; without a target, the first rule.
+        """
+        waiting = [word for word in words if word in self._rules] or list(self._rules)[:1]
+        found: dict[str, str] = {}
+        while waiting:
+            target = waiting.pop()
+            if target in self._rules and target not in found:
+                found[target] = self._rules[target]
+                waiting += self._needs[target]
+        return self._common + "".join(text for _, text in sorted(found.items()))
+
+
+def _is_named(path: str) -> bool:
+    """Whether a command reads it only where something names it."""
+    return bool(_NAMED.match(path)) or any(files.match(path) for files, _ in _WHOLE)
 
 
 def checked_out() -> CheckedOut | None:

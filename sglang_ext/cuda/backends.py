@@ -240,7 +240,7 @@ def prepare(attn_backend: Any, model_runner: Any) -> None:
     Raises:
         ValueError: the backend cannot; one line that says why.
     """
-    from sglang_ext.cuda import encoder_tokens, windows
+    from sglang_ext.cuda import encoder_tokens, flashinfer_plan, windows
 
     names = model_runner.prefill_attention_backend_str, model_runner.decode_attention_backend_str
     config = model_runner.model_config
@@ -253,6 +253,7 @@ def prepare(attn_backend: Any, model_runner: Any) -> None:
     if config.is_encoder_decoder:
         encoder_tokens.install(attn_backend)
     windows.install(attn_backend)
+    flashinfer_plan.install(attn_backend)
 
 
 def reaches_flashinfer(targets: Sequence[TargetFacts]) -> list[str]:

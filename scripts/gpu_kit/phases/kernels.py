@@ -89,7 +89,10 @@ def _eager(kernel: FlashInferVerify, step: Verify) -> torch.Tensor:
 
 
 def _padded(part: Part, wrapper: type, step: Verify) -> torch.Tensor:
-    """The step in a graph captured for twice as many requests, the rest of them one token long."""
+    """The step in a graph captured for twice as many requests, the rest of them one token long.
+
+    It is planned from the host's lengths, as the product plans a replay.
+    """
     bs, width = len(step.lens), step.width
     lens = [*step.lens, *[1] * bs]
     device = part.kit.device
@@ -109,14 +112,14 @@ def _padded(part: Part, wrapper: type, step: Verify) -> torch.Tensor:
     kernel.plan(short)
     if part.kit.emulated:
         kernel.run(whole.q, step.k, step.v)
-        kernel.plan(whole)
+        kernel.plan_from_lengths(whole)
         return kernel.run(whole.q, step.k, step.v)[: bs * width]
     kernel.run(whole.q, step.k, step.v)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = kernel.run(whole.q, step.k, step.v)
-    kernel.plan(whole)
+    kernel.plan_from_lengths(whole)
     graph.replay()
     return out[: bs * width]
 

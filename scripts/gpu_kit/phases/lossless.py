@@ -2,9 +2,10 @@
 
 Every configuration is loaded once, in a process of its own, and answers the same traffic. Where an
 answer parts from plain SGLang's, the last part replays the shared context through plain SGLang and
-looks at the two tokens' logits, penalties and the like applied: within two bfloat16 steps of the
-best one both are ties. Where nothing but the model decides, its gaps are so wide that there may be
-no more divergences than plain SGLang has from itself.
+looks at the two tokens' logits, penalties and the like applied: both must be as close to the best
+one as plain SGLang's own decode steps and prefills differ (ties.Rounding). Where nothing but the
+model decides, its gaps are so wide that there may be no more divergences than plain SGLang has from
+itself.
 """
 
 import json
@@ -16,13 +17,13 @@ from scripts.gpu_kit import features
 from scripts.gpu_kit.engine import SPECULATION, Answer, Engine, greedy
 from scripts.gpu_kit.kit import Kit, Part
 from scripts.gpu_kit.planted import with_wrong_tokens
-from scripts.gpu_kit.ties import first_difference, judge
+from scripts.gpu_kit.ties import ROUNDING_MARGIN, Rounding, first_difference, judge
 
 USES_ENGINE = True
 # Rejected now and then, so that trees branch off and KV moves.
 ORACLE_RIGHT = 0.8
 DRAFTERS = ("random", "oracle", "sssd")
-# Largest difference of a token's logprob that rounding explains.
+# Largest difference of a token's logprob that rounding explains where plain SGLang shows none.
 LOGPROB_ERROR = 0.1
 BASE_FLAGS = ["--enable-custom-logit-processor", "--attention-backend", "flashinfer"]
 
@@ -46,9 +47,26 @@ def plain(part: Part) -> None:
     with Engine(part.kit, _flags(part.kit)) as engine:
         answers = _ask(part, engine, {})
         alone = _alone(part.kit, engine)
+        _note_rounding(part, engine)
     part.kit.keep("lossless-plain", _as_json(answers))
     _against_rule(part, "plain", [answers["staggered"], alone])
     _note_divergences(part, "plain at batch 1", answers, {"staggered": alone})
+
+
+def _note_rounding(part: Part, engine: Engine) -> None:
+    """How far plain SGLang's decode steps and its prefills are apart."""
+    count, tokens = sizes(part.kit)
+    pairs = engine.best_logprobs(prompts(part.kit)[: max(4, count // 4)], tokens)
+    rounding = Rounding.between(pairs)
+    part.kit.keep("lossless-rounding", vars(rounding))
+    part.result(
+        "plain, decode steps against a prefill", True, tokens=len(pairs),
+        largest_logprob_difference=rounding.logprob, largest_gap_difference=rounding.gap,
+    )  # fmt: skip
+
+
+def _rounding(kit: Kit) -> Rounding:
+    return Rounding(**(kit.kept("lossless-rounding") or {}))
 
 
 def _against_rule(part: Part, label: str, unaided: Sequence[Sequence[Answer]]) -> None:
@@ -131,7 +149,7 @@ def _replay(part: Part, engine: Engine, label: str, found: dict[str, Any], allow
     unaided = sum(not place["feature"] for place in places)
     part.result(
         f"divergences: {label}",
-        all(divergence.is_tie for divergence in judged)
+        all(divergence.is_tie(_rounding(part.kit)) for divergence in judged)
         and (label.startswith("plain") or unaided <= allowed),
         answers=found["answers"],
         divergences=len(places),
@@ -189,13 +207,17 @@ def _note_divergences(part: Part, label: str, expected: Answers, got: Answers) -
     part.kit.keep("lossless-divergences", noted | {label: {"answers": total, "at": places}})
     part.result(
         f"answers: {label}",
-        max(differences, default=0.0) <= LOGPROB_ERROR,
+        max(differences, default=0.0) <= _most_logprob_difference(part.kit),
         answers=total,
         divergences=len(places),
         accept_length=round(written / steps, 2) if steps else None,
         logprobs_compared=len(differences),
         largest_logprob_difference=max(differences, default=0.0),
     )
+
+
+def _most_logprob_difference(kit: Kit) -> float:
+    return max(LOGPROB_ERROR, ROUNDING_MARGIN * _rounding(kit).logprob)
 
 
 def feature_of(case: str, number: int) -> str:

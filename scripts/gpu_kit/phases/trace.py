@@ -1,6 +1,7 @@
-"""Phase 6: where a step's time goes (torch's profiler), and how often the host waits."""
+"""Phase 6: where a step's time goes (torch's and Python's profilers), and the host's waits."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.gpu_kit.engine import SPECULATION, Engine, greedy
@@ -54,9 +55,39 @@ def steps(part: Part) -> None:
                     f"syncs, batch {batch}", per_step <= ALLOWED_SYNCS_PER_STEP,
                     syncs_per_step=round(per_step, 3), **found,
                 )  # fmt: skip
+            with part.attempt(f"host, batch {batch}"):
+                _host(part, engine, f"host, batch {batch}", prompts[:batch], tokens)
     if kit.emulated:
         part.not_run("CUDA activities", "the trace is of the CPU")
         part.not_run("set_sync_debug_mode", "it watches CUDA; nothing is counted on a CPU")
 
 
-PARTS = {"steps": steps}
+def plain_steps(part: Part) -> None:
+    """Where the host's time goes in steps whose drafts do not pay, so that none are run."""
+    kit = part.kit
+    kit.make_model()
+    batches, count = (CPU_BATCHES, CPU_STEPS) if kit.emulated else (BATCHES, STEPS)
+    prompts = [kit.rule.prompt(64, 60_000 + n) for n in range(max(batches))]
+    options = {"budget": "auto", "drafter": "random", "drafters": "random", "bigram_seconds": "0"}
+    flags = [*SPECULATION, *([] if kit.emulated else ["--attention-backend", "flashinfer"])]
+    with Engine(kit, flags, options) as engine:
+        for batch in batches:
+            engine.answers(prompts[:batch], greedy(6 * count))  # until drafts are known not to pay
+            with part.attempt(f"plain steps' host, batch {batch}"):
+                name = f"plain steps' host, batch {batch}"
+                _host(part, engine, name, prompts[:batch], 6 * count)
+
+
+def _host(
+    part: Part, engine: Engine, case: str, prompts: Sequence[Sequence[int]], tokens: int
+) -> None:
+    engine.begin("host")
+    engine.answers(prompts, greedy(tokens))
+    found = engine.noted("host")
+    name = case.replace("'", "").replace(", ", "-").replace(" ", "-") + ".json"
+    (Path(part.kit.out) / name).write_text(json.dumps(found, indent=1))
+    own = sum(function["own_ms"] for function in found["functions"])
+    part.result(case, found["steps"] > 0, file=name, steps=found["steps"], own_ms=round(own, 3))
+
+
+PARTS = {"steps": steps, "plain_steps": plain_steps}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from scripts.check_house import LIMITS, PLACES, beyond
-from scripts.lib.docs_code import CheckedOut
+from scripts.lib.docs_code import CheckedOut, MakeRules
 from scripts.lib.docs_commands import Command, Kind, assigned, commands_of, extract, pages, plan
 from scripts.lib.docs_record import DocsRecord
 from scripts.lib.docs_runner import DocsRunner, Outcome
@@ -238,6 +238,11 @@ SOURCES = {
     "scripts/lib/server.py": "from .client import get\n",
     "scripts/lib/client.py": "",
     "scripts/lib/docs_runner.py": "",
+    "datastores/shipping/push.py": "",
+    "sglang_ext/cuda/graphs.py": "",
+    "sglang_ext/cuda/staging.py": "",
+    "scripts/ship.py": "from datastores.shipping import push",
+    "scripts/verify.py": "from sglang_ext.cuda import graphs",
 }
 
 
@@ -253,6 +258,9 @@ DEMO = {"scripts/demo", "scripts/lib/server", "scripts/lib/client"}
         ("python -m scripts.load", {"scripts/load", f"{SWEEP}/items"}),
         ("make demo", DEMO),
         ("python -m scripts.demo --quick", DEMO),
+        ("sglang-ext datastore push", {"datastores/shipping/push"}),
+        ("python -m scripts.ship", {"scripts/ship", "datastores/shipping/push"}),
+        ("python -m scripts.verify", {"scripts/verify", "sglang_ext/cuda/graphs"}),
         (
             "python -m scripts.bench",
             {
@@ -275,8 +283,28 @@ def test_a_command_is_known_by_the_code_it_reads(tmp_path, command: str, read: s
         if CheckedOut(dict.fromkeys(SOURCES, "1") | {path: "2"}, tmp_path).fingerprint(command)
         != before
     }
-    always = {"Makefile", "sglang_ext/worker.py", "scripts/data/text.gz"}
+    always = {"sglang_ext/worker.py", "sglang_ext/cuda/staging.py", "scripts/data/text.gz"}
     assert changes == always | {f"{name}.py" for name in read}
+
+
+MAKEFILE = "A := 1\ndemo: setup\n\trun $(A)\n# A note.\ntest: setup\n\tpytest\nsetup: lock\n\tpip\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "change", "differs"),
+    [
+        ("demo", ("run", "start"), True),
+        ("demo", ("pip", "uv"), True),  # what it needs
+        ("demo", ("A := 1", "A := 2"), True),  # what all share
+        ("demo", ("pytest", "unittest"), False),
+        ("demo", ("note", "word"), False),
+        ("test", ("pytest", "unittest"), True),
+        ("-s", ("run", "start"), True),  # the first rule
+    ],
+)
+def test_a_call_of_make_reads_its_rules(words: str, change: tuple[str, str], differs: bool):
+    before, after = MakeRules(MAKEFILE), MakeRules(MAKEFILE.replace(*change))
+    assert (before.text_of([words]) != after.text_of([words])) == differs
 
 
 # Figures

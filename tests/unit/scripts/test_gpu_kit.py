@@ -27,7 +27,7 @@ from scripts.gpu_kit.phases.lossless import feature_of
 from scripts.gpu_kit.phases.sampling import filtered
 from scripts.gpu_kit.planted import with_wrong_tokens
 from scripts.gpu_kit.probe import compress_trace
-from scripts.gpu_kit.ties import first_difference, judge, ulp
+from scripts.gpu_kit.ties import Rounding, first_difference, judge, ulp
 from scripts.gpu_kit.unpack import unpack
 from sglang_ext.servers import processes
 
@@ -170,17 +170,27 @@ def test_a_step_of_bfloat16_is_torchs():
 
 def test_two_steps_are_a_tie_and_three_are_not():
     step = ulp(20.0)
-    assert judge(3, [7, 9], {7: 20.0, 9: 20.0 - 2 * step, 1: 0.0}).is_tie
+    assert judge(3, [7, 9], {7: 20.0, 9: 20.0 - 2 * step, 1: 0.0}).is_tie(Rounding())
     found = judge(3, [7, 9], {7: 20.0, 9: 20.0 - 3 * step, 1: 0.0})
-    assert not found.is_tie and found.ulps == 3 and found.gap == 3 * step
+    assert not found.is_tie(Rounding()) and found.ulps == 3 and found.gap == 3 * step
+    assert found.is_tie(Rounding(gap=1.5 * step)) and not found.is_tie(Rounding(gap=1.4 * step))
 
 
 def test_a_token_that_is_not_among_the_largest_is_no_tie():
-    assert not judge(0, [7, 8], {7: 20.0, 9: 19.99}).is_tie
+    assert not judge(0, [7, 8], {7: 20.0, 9: 19.99}).is_tie(Rounding(gap=100.0))
+
+
+def test_rounding_is_what_two_computations_of_the_same_logits_are_apart():
+    pairs = [
+        ({1: -0.5, 2: -4.0, 3: -6.0}, {1: -0.75, 2: -4.0, 9: -6.0}),
+        ({1: -0.5, 2: -4.0}, {1: -0.5, 2: -3.0}),
+    ]
+    assert Rounding.between(pairs) == Rounding(logprob=0.25, gap=1.0)
+    assert Rounding.between([]) == Rounding.between([({1: 0.0}, {2: 0.0})]) == Rounding()
 
 
 def test_two_tokens_that_are_both_worse_than_the_best_are_no_tie():
-    assert not judge(0, [1, 2], {7: 20.0, 1: 10.0, 2: 10.0}).is_tie
+    assert not judge(0, [1, 2], {7: 20.0, 1: 10.0, 2: 10.0}).is_tie(Rounding(gap=1.0))
 
 
 def test_outputs_part_where_they_differ_or_where_one_ends():
