@@ -200,11 +200,14 @@ class SpeculativeWorker(CorpusEndpoints, BaseSpecWorker):
         step.head = self._runtime.prefills.take_known(batch, step.running)
         if step.head is not None and all(step.head.counts):
             # There is nothing left to compute.
+            self._runtime.learn_behind_launch()
             step.publish(batch.seq_lens)
             stride = self.speculative_num_draft_tokens
             return StepResult.of_known(step.head, batch.seq_lens, stride)
         step.trees, step.plan = self._plan(step, look)
-        return self._decode_plainly(step) if step.width == 1 else self._verify(step)
+        result = self._decode_plainly(step) if step.width == 1 else self._verify(step)
+        self._runtime.learn_behind_launch()
+        return result
 
     def _pending_tokens(self, batch: ScheduleBatch) -> list[list[int]] | None:
         """Under overlap, the last step's tokens may be missing in output_ids."""

@@ -101,12 +101,7 @@ class Calibration:
         """Take in which of the verified nodes with these predictions were accepted."""
         if self.parent is not None:
             self.parent.observe(probs, accepted)
-        bins = _bin(probs)
-        np.add.at(self.seen, bins, 1.0)
-        np.add.at(self.accepted, bins, accepted.astype(np.float64))
-        full = self.seen > self.memory
-        self.accepted[full] *= self.memory / self.seen[full]
-        self.seen[full] = self.memory
+        _count(probs, accepted, self.seen, self.accepted, self.memory)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -116,6 +111,18 @@ def _bin(probs):
     for i, prob in enumerate(probs):
         bins[i] = min(max(-2.0 * np.log2(max(prob, 1e-6)), 0.0), _BINS - 1)
     return bins
+
+
+@numba.njit(cache=True, nogil=True)
+def _count(probs, accepted, seen, taken, memory):
+    bins = _bin(probs)
+    for i, b in enumerate(bins):
+        seen[b] += 1.0
+        taken[b] += accepted[i]
+    for b in range(_BINS):
+        if seen[b] > memory:
+            taken[b] *= memory / seen[b]
+            seen[b] = memory
 
 
 @numba.njit(cache=True, nogil=True)

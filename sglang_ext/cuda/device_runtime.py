@@ -1,12 +1,14 @@
 """Steps of a target on a device: widths with captured graphs, and all is learned one step late."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
@@ -82,6 +84,7 @@ class DeviceRuntime(StepRuntime):
         self._clock = StepClock(self._device)
         self._graphs: WidthGraphs | None = None
         self._to_learn: _LaunchedTrees | None = None
+        self._left: Callable[[], None] | None = None  # to be learned behind the next launch
         self.prefills = DevicePrefill(target, planner, drafts, self._device)
 
     @staticmethod
@@ -111,6 +114,7 @@ class DeviceRuntime(StepRuntime):
 
     def learn(self, wait: bool = True) -> None:
         """Tell drafters what prefills and the last verify step have shown."""
+        self.learn_behind_launch()
         self.prefills.learn(wait)
         launched = self._to_learn
         if launched is not None and (wait or launched.result.copy_done.query()):
@@ -119,16 +123,33 @@ class DeviceRuntime(StepRuntime):
             assert launched.result.learned is not None
             said, index = np.hsplit(launched.result.learned.numpy(), 2)
             predicted = said if launched.greedy else None
-            self._planner.observe(
-                launched.running,
-                launched.trees,
-                launched.packed,
-                index,
-                predicted,
-                launched.counted,
-            )
-            self._planner.note_relaxed(launched.result.relaxed)
+            self._left = partial(self._observe, launched, index, predicted)
+            # The device waits for the next drafts: what they do not need comes behind them.
+            if not wait or self._planner.learns_from_steps:
+                self.learn_behind_launch()
         self.note_ended()
+
+    def learn_behind_launch(self) -> None:
+        """Tell what the last verify step has shown of drafts' worth."""
+        left, self._left = self._left, None
+        if left is not None:
+            left()
+
+    def _observe(
+        self,
+        launched: _LaunchedTrees,
+        index: npt.NDArray[np.int32],
+        predicted: npt.NDArray[np.int32] | None,
+    ) -> None:
+        self._planner.observe(
+            launched.running,
+            launched.trees,
+            launched.packed,
+            index,
+            predicted,
+            launched.counted,
+        )
+        self._planner.note_relaxed(launched.result.relaxed)
 
     def can_go_blind(self, batch: "ScheduleBatch") -> bool:
         """Whether a plain step of this batch can run before the host knows its roots."""
@@ -195,7 +216,7 @@ class DeviceRuntime(StepRuntime):
 
     def clear(self) -> None:
         """Forget running requests, and what is still to be learned of them."""
-        self._to_learn = None
+        self._to_learn = self._left = None
         self.prefills.clear()
 
     def _padded_batch(self, bs: int) -> int:

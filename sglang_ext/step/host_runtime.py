@@ -96,6 +96,9 @@ class HostRuntime(StepRuntime):
         """Nothing is left to learn."""
         self.prefills.learn(wait)
 
+    def learn_behind_launch(self) -> None:
+        """Nothing: `learn` leaves nothing, as no device waits for it."""
+
     def can_go_blind(self, batch: "ScheduleBatch") -> bool:
         """Never: a step's tokens are known when it has run."""
         return False

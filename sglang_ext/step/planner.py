@@ -95,6 +95,11 @@ class DraftPlanner:
         """Whether a drafter is to be told of early exits."""
         return any(drafter.uses_exit for drafter in self._asked.values())
 
+    @property
+    def learns_from_steps(self) -> bool:
+        """Whether a drafter is told of verified nodes, which its next drafts may depend on."""
+        return any(drafter.learns for drafter in self._asked.values())
+
     def take_bigrams(self, bigrams: "Bigrams") -> None:
         """Give the drafters the target's likeliest next tokens by token."""
         for drafter in self._asked.values():

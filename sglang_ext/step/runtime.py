@@ -67,8 +67,13 @@ class StepRuntime(ABC):
         """Tell drafters and the planner what earlier steps have shown.
 
         Args:
-            wait: for their ends; else what has not ended is left for later.
+            wait: for their ends, and tell what the next drafts need alone: `learn_behind_launch`
+                tells the rest. Else what has not ended is left for later.
         """
+
+    @abstractmethod
+    def learn_behind_launch(self) -> None:
+        """Tell the planner what `learn` left until the device has the next step to run."""
 
     @abstractmethod
     def can_go_blind(self, batch: "ScheduleBatch") -> bool:
