@@ -106,6 +106,18 @@ class Engine:
             apart_s: seconds between one request's arrival and the next's.
             request: further fields of SGLang's GenerateReqInput, the same for all.
         """
+        found = self._generate(prompts, sampling, at_once, apart_s, request)
+        return [_answer(one) for one in found]
+
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        at_once: int,
+        apart_s: float,
+        request: Mapping[str, Any],
+    ) -> list[Any]:
+        """`answers` as SGLang gives them."""
         each = [sampling] * len(prompts) if isinstance(sampling, Mapping) else list(sampling)
         gate = asyncio.Semaphore(at_once or len(prompts))
 
@@ -119,7 +131,7 @@ class Engine:
         async def every() -> list[Any]:
             return await asyncio.gather(*(one(n) for n in range(len(prompts))))
 
-        return [_answer(found) for found in self._engine.loop.run_until_complete(every())]
+        return list(self._engine.loop.run_until_complete(every()))
 
     def best_logprobs(
         self, prompts: Sequence[Sequence[int]], tokens: int
@@ -135,31 +147,17 @@ class Engine:
         """
         asked = {"return_logprob": True, "top_logprobs_num": BEST}
         pairs = []
-        written = self._found(prompts, greedy(tokens), asked)
+        written = self._generate(prompts, greedy(tokens), 0, 0.0, asked)
         whole = [
             [*prompt, *found["output_ids"]] for prompt, found in zip(prompts, written, strict=True)
         ]
-        read = self._found(whole, greedy(1), asked | {"logprob_start_len": 0})
+        read = self._generate(whole, greedy(1), 0, 0.0, asked | {"logprob_start_len": 0})
         for prompt, decoded, prefilled in zip(prompts, written, read, strict=True):
             # The first one is of the first token, which nothing precedes.
             rows = prefilled["meta_info"]["input_top_logprobs"][len(prompt) :]
             steps = decoded["meta_info"]["output_top_logprobs"]
             pairs += [(_by_token(a), _by_token(b)) for a, b in zip(steps, rows, strict=True)]
         return pairs
-
-    def _found(
-        self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any], asked: dict[str, Any]
-    ) -> list[Any]:
-        async def every() -> list[Any]:
-            answers = (
-                self._engine.async_generate(
-                    input_ids=list(prompt), sampling_params=dict(sampling), **asked
-                )
-                for prompt in prompts
-            )
-            return await asyncio.gather(*answers)
-
-        return list(self._engine.loop.run_until_complete(every()))
 
     def begin(self, what: str) -> None:
         """Have the probe note `steps`, `logits` or `syncs` from now on."""
@@ -182,6 +180,11 @@ class Engine:
             self.answers([context], {"max_new_tokens": 1, "temperature": 0.0})
         rows = self.noted("logits")
         return [{int(token): value for token, value in row.items()} for row in rows]
+
+
+def speculation_flags(kit: Kit) -> list[str]:
+    """Flags of SSSD, verified by FlashInfer where there is a GPU."""
+    return [*SPECULATION, *([] if kit.emulated else ["--attention-backend", "flashinfer"])]
 
 
 def greedy(tokens: int, **further: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ PARTS = {
     "lossless": ["plain", "speculative", "without_overlap", "without_graphs", "plain_again"],
     "sampling": ["nodes"],
     "latency": ["plain", "plain_flashinfer", "ngram", "adaptive", "width_16", "width_8", "width_4"],
-    "trace": ["steps"],
+    "trace": ["steps", "plain_steps"],
 }
 _NEEDS_GPU = "needs a GPU"
 _ADDS_NOTHING = "left out of the dry run for its time: other parts run the same code on a CPU"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from scripts.lib.docs_commands import Command
-from scripts.lib.docs_runner import Outcome
+from scripts.lib.docs_commands import Command, Kind, plan
+from scripts.lib.docs_runner import Outcome, is_alone
 
 
 class DocsRecord:
@@ -39,10 +39,16 @@ class DocsRecord:
             self._write("command", text, text, [outcome])
 
     def page(self, name: str, commands: Sequence[Command]) -> list[Outcome] | None:
-        """What came of all commands of a page; None: not all of them have run."""
-        for outcomes in self._lines("page", name, _text(commands)):
-            if [outcome.command for outcome in outcomes] == commands:
-                return outcomes
+        """What came of all commands of a page; None: not all of them have run.
+
+        Those that are known by themselves are looked up so; what these run, and those that are
+        skipped, is no code of the page's.
+        """
+        alone = [self.get(planned.text) for planned in map(plan, commands) if is_alone(planned)]
+        if all(known is not None and known.state == "ok" for known in alone):
+            for outcomes in self._lines("page", name, _text(commands)):
+                if [outcome.command for outcome in outcomes] == commands:
+                    return outcomes
         return None
 
     def add_page(self, name: str, outcomes: Sequence[Outcome]) -> None:
@@ -70,4 +76,6 @@ class DocsRecord:
 
 
 def _text(commands: Sequence[Command]) -> str:
-    return "\n".join(command.text for command in commands)
+    """Those that run because of their page."""
+    planned = ((command.text, plan(command)) for command in commands)
+    return "\n".join(t for t, p in planned if p.kind is not Kind.SKIP and not is_alone(p))

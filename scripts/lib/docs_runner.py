@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
-from scripts.lib.docs_commands import Command, Kind, assigned, plan
+from scripts.lib.docs_commands import Command, Kind, Plan, assigned, plan
 from scripts.lib.import_layers import ROOT
 from sglang_ext.servers import processes
 from sglang_ext.servers.server_process import ServerError, ServerProcess
@@ -96,7 +96,7 @@ class DocsRunner:
                 if missing := self._missing(number):
                     yield Outcome(command, "skipped", f"needs {missing} of a command not run here")
                     continue
-                alone = self._ran if _ALONE.fullmatch(planned.text) else None
+                alone = self._ran if is_alone(planned) else None
                 if alone and (before := alone.get(planned.text)):
                     where = f"as {before.command.page}:{before.command.line}"
                     yield Outcome(command, before.state, where)
@@ -241,6 +241,11 @@ class DocsRunner:
     def _stop_servers(self) -> None:
         while self._servers:
             self._servers.popitem()[1].stop()
+
+
+def is_alone(planned: Plan) -> bool:
+    """Whether what came of a command is known by itself, whatever page shows it."""
+    return planned.kind is not Kind.SKIP and bool(_ALONE.fullmatch(planned.text))
 
 
 def assigned_names(declaration: str) -> list[str]:

@@ -147,9 +147,10 @@ def _replay(part: Part, engine: Engine, label: str, found: dict[str, Any], allow
         for p, r in zip(places, rows, strict=True)
     ]
     unaided = sum(not place["feature"] for place in places)
+    rounding = _rounding(part.kit)
     part.result(
         f"divergences: {label}",
-        all(divergence.is_tie(_rounding(part.kit)) for divergence in judged)
+        all(divergence.is_tie(rounding) for divergence in judged)
         and (label.startswith("plain") or unaided <= allowed),
         answers=found["answers"],
         divergences=len(places),

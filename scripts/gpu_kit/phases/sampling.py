@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from scripts.check_sampling import SIGNIFICANCE, TOKENS, Counts, chi_square_p
-from scripts.gpu_kit.engine import SPECULATION, Engine
+from scripts.gpu_kit.engine import Engine, speculation_flags
 from scripts.gpu_kit.kit import Part
 
 USES_ENGINE = True
@@ -43,8 +43,7 @@ def nodes(part: Part) -> None:
         )
     )
     options = {"budget": "fixed", "drafters": "random,oracle", "oracle_file": str(path)}
-    flags = [*SPECULATION, *([] if kit.emulated else ["--attention-backend", "flashinfer"])]
-    with Engine(kit, flags, options) as engine:
+    with Engine(kit, speculation_flags(kit), options) as engine:
         exact = [_exact(engine, p, c) for p, c in zip(prompts, cases, strict=True)]
         for drafter in DRAFTERS[:2] if kit.emulated else DRAFTERS:
             for prompt, case, expected in zip(prompts, cases, exact, strict=True):

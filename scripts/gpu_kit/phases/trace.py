@@ -4,8 +4,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.gpu_kit.engine import SPECULATION, Engine, greedy
-from scripts.gpu_kit.kit import Part
+from scripts.gpu_kit.engine import Engine, greedy, speculation_flags
+from scripts.gpu_kit.kit import Kit, Part
 from scripts.gpu_kit.planted import with_wrong_tokens
 from scripts.gpu_kit.probe import MAX_TRACE_BYTES
 
@@ -17,11 +17,16 @@ ALLOWED_SYNCS_PER_STEP = 1.0
 RIGHT = 0.8
 
 
+def _sizes(kit: Kit) -> tuple[Sequence[int], int]:
+    """Batches, and steps of each that are traced."""
+    return (CPU_BATCHES, CPU_STEPS) if kit.emulated else (BATCHES, STEPS)
+
+
 def steps(part: Part) -> None:
     """A trace and a count of synchronizing calls by place, for each batch size."""
     kit = part.kit
     kit.make_model()
-    batches, count = (CPU_BATCHES, CPU_STEPS) if kit.emulated else (BATCHES, STEPS)
+    batches, count = _sizes(kit)
     prompts = [kit.rule.prompt(64, 50_000 + n) for n in range(max(batches))]
     tokens = 6 * count
     oracle = Path(kit.work) / "trace-oracle.jsonl"
@@ -34,8 +39,7 @@ def steps(part: Part) -> None:
     options = {
         "budget": "fixed", "drafter": "oracle", "oracle_file": str(oracle), "bigram_seconds": "0",
     }  # fmt: skip
-    flags = [*SPECULATION, *([] if kit.emulated else ["--attention-backend", "flashinfer"])]
-    with Engine(kit, flags, options) as engine:
+    with Engine(kit, speculation_flags(kit), options) as engine:
         for batch in batches:
             with part.attempt(f"trace, batch {batch}"):
                 path = Path(kit.out) / f"trace-batch-{batch}.json.gz"
@@ -55,8 +59,7 @@ def steps(part: Part) -> None:
                     f"syncs, batch {batch}", per_step <= ALLOWED_SYNCS_PER_STEP,
                     syncs_per_step=round(per_step, 3), **found,
                 )  # fmt: skip
-            with part.attempt(f"host, batch {batch}"):
-                _host(part, engine, f"host, batch {batch}", prompts[:batch], tokens)
+            _host(part, engine, f"host, batch {batch}", prompts[:batch], tokens)
     if kit.emulated:
         part.not_run("CUDA activities", "the trace is of the CPU")
         part.not_run("set_sync_debug_mode", "it watches CUDA; nothing is counted on a CPU")
@@ -66,28 +69,27 @@ def plain_steps(part: Part) -> None:
     """Where the host's time goes in steps whose drafts do not pay, so that none are run."""
     kit = part.kit
     kit.make_model()
-    batches, count = (CPU_BATCHES, CPU_STEPS) if kit.emulated else (BATCHES, STEPS)
+    batches, count = _sizes(kit)
     prompts = [kit.rule.prompt(64, 60_000 + n) for n in range(max(batches))]
     options = {"budget": "auto", "drafter": "random", "drafters": "random", "bigram_seconds": "0"}
-    flags = [*SPECULATION, *([] if kit.emulated else ["--attention-backend", "flashinfer"])]
-    with Engine(kit, flags, options) as engine:
+    with Engine(kit, speculation_flags(kit), options) as engine:
         for batch in batches:
             engine.answers(prompts[:batch], greedy(6 * count))  # until drafts are known not to pay
-            with part.attempt(f"plain steps' host, batch {batch}"):
-                name = f"plain steps' host, batch {batch}"
-                _host(part, engine, name, prompts[:batch], 6 * count)
+            _host(part, engine, f"plain steps' host, batch {batch}", prompts[:batch], 6 * count)
 
 
 def _host(
     part: Part, engine: Engine, case: str, prompts: Sequence[Sequence[int]], tokens: int
 ) -> None:
-    engine.begin("host")
-    engine.answers(prompts, greedy(tokens))
-    found = engine.noted("host")
-    name = case.replace("'", "").replace(", ", "-").replace(" ", "-") + ".json"
-    (Path(part.kit.out) / name).write_text(json.dumps(found, indent=1))
-    own = sum(function["own_ms"] for function in found["functions"])
-    part.result(case, found["steps"] > 0, file=name, steps=found["steps"], own_ms=round(own, 3))
+    """Profile the scheduler's Python over answers to `prompts`, into a file."""
+    with part.attempt(case):
+        engine.begin("host")
+        engine.answers(prompts, greedy(tokens))
+        found = engine.noted("host")
+        name = case.replace("'", "").replace(", ", "-").replace(" ", "-") + ".json"
+        (Path(part.kit.out) / name).write_text(json.dumps(found, indent=1))
+        own = sum(function["own_ms"] for function in found["functions"])
+        part.result(case, found["steps"] > 0, file=name, steps=found["steps"], own_ms=round(own, 3))
 
 
 PARTS = {"steps": steps, "plain_steps": plain_steps}

@@ -44,9 +44,12 @@ def counted(server: Server) -> dict[str, float]:
 
 
 def test_output_is_plain_sglangs_whatever_is_chosen(plain_server, auto_server, prompts):
-    # A step tells of those before it: of SGLang's own requests at the start, too.
-    answer(auto_server, prompts[0], max_new_tokens=4, custom_params={"drafter": "none"})
-    before = counted(auto_server)
+    def told_of() -> dict[str, float]:
+        # A step tells of those before it: of SGLang's own requests at the start, too.
+        answer(auto_server, prompts[0], max_new_tokens=4, custom_params={"drafter": "none"})
+        return counted(auto_server)
+
+    before = told_of()
     jobs = [(prompt, {"max_new_tokens": 32}) for prompt in prompts]
     expected = answers(plain_server, jobs)
     got = answers(auto_server, jobs * 3)
@@ -58,7 +61,7 @@ def test_output_is_plain_sglangs_whatever_is_chosen(plain_server, auto_server, p
     assert set(counts) <= NAMES and len(counts) > 1
 
     def since() -> dict[str, float]:
-        return {name: n - before.get(name, 0.0) for name, n in counted(auto_server).items()}
+        return {name: n - before.get(name, 0.0) for name, n in told_of().items()}
 
     assert eventually(lambda: sum(since().values()) >= len(got) and since())
     assert {name: since().get(name, 0) for name in counts} == counts

@@ -220,6 +220,24 @@ def test_what_ended_well_with_the_same_code_is_on_record(tmp_path):
     assert other.get("one") is None and other.page("a.md", shown) is None
 
 
+def test_a_page_is_current_while_the_checks_that_it_shows_are(tmp_path):
+    code = {"true": "1", "python -m scripts.check_lens --quick": "1"}
+    record = DocsRecord(tmp_path / "record", lambda text: text + code.get(text, ""))
+    shown = list(extract(block("python -m scripts.check_lens --quick", "true"), "a.md"))
+    outcomes = [Outcome(command, "ok") for command in shown]
+    record.add_page("a.md", outcomes)
+    assert record.page("a.md", shown) is None
+    record.add(shown[0].text, outcomes[0])
+    assert record.page("a.md", shown) == outcomes
+    code[shown[0].text] = "2"
+    again = DocsRecord(tmp_path / "record", lambda text: text + code.get(text, ""))
+    assert again.page("a.md", shown) is None
+    again.add(shown[0].text, outcomes[0])
+    assert again.page("a.md", shown) == outcomes
+    code["true"] = "2"
+    assert again.page("a.md", shown) is None
+
+
 SOURCES = {
     "Makefile": "demo:\n\tpython -m scripts.demo\n",
     "sglang_ext/worker.py": "",
