@@ -16,12 +16,12 @@ captions: setup
 	@[ "$(TRANSLATE)" = - ] || $(BIN)/sglang-ext models fetch $(TRANSLATE)
 	$(BIN)/sglang-ext captions --page $(if $(filter -,$(TRANSLATE)),,--translate-model $(TRANSLATE))
 
-# Servers use every core: their tests come alone, behind those that can share the machine. The
-# emulated server's test takes as long as hundreds of others, so its file goes first.
+# Two workers, half of the cores each: tests/lanes.py says what runs behind what. The emulated
+# server's test takes as long as hundreds of others, so its file goes first.
+LANES := -n 2 --dist loadgroup --no-loadscope-reorder
 TOGETHER := -n auto --dist loadfile --no-loadscope-reorder
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/emulated tests/unit $(TOGETHER)
-	$(BIN)/python -m pytest tests/server tests/gpu
+	$(BIN)/python -m pytest tests $(LANES)
 
 unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit $(TOGETHER)

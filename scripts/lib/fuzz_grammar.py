@@ -375,8 +375,16 @@ _LENGTHS = frozenset({"max_new_tokens", "max_tokens", "max_completion_tokens", "
 
 
 def shortened(request: FuzzRequest, most: int) -> FuzzRequest:
-    """The request, with valid but long outputs cut to `most` tokens."""
-    return replace(request, body=_shortened(request.body, most))
+    """The request, with valid but long outputs cut to `most` tokens.
+
+    Where /generate is told no length it writes 128 tokens: it is told `most`.
+    """
+    body = _shortened(request.body, most)
+    if request.path == "/generate" and isinstance(body, dict):
+        params = body.get("sampling_params")
+        if isinstance(params, dict) and params:
+            body = body | {"sampling_params": {"max_new_tokens": most} | params}
+    return replace(request, body=body)
 
 
 def _shortened(value: Any, most: int, levels: int = 4) -> Any:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts.lib.server import Server
+from tests.server.servers import Server
 
 MODEL = "smollm2-135m-instruct"
 EXAMPLES = Path(__file__).parents[2] / "examples"

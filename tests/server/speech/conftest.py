@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.lib.server import Server
+from tests.server.servers import Server
 
 WHISPER = "whisper-base"
 MAX_UPLOAD_MB = 24

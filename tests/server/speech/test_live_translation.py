@@ -9,9 +9,9 @@ import pytest
 from whisper.normalizers import EnglishTextNormalizer
 
 from scripts.lib.live_translations import TranslatedRun, session_differences, translated
-from scripts.lib.server import Server
 from scripts.speech_data import FOLDER, Clip, joined, read_audio
 from tests.eventually import eventually
+from tests.server.servers import Server
 from tests.server.speech.conftest import JFK
 
 SETTINGS = {"source_language": "en", "target_language": "fr", "append_only": True}

@@ -16,8 +16,8 @@ from websockets.exceptions import ConnectionClosed
 from whisper.normalizers import EnglishTextNormalizer
 
 from scripts.lib.http_client import HTTP
-from scripts.lib.server import Server
 from scripts.speech_data import FOLDER, read_audio
+from tests.server.servers import Server
 from tests.server.speech.conftest import JFK
 from tests.unit.speech.test_wire_audio import encoded
 

@@ -15,7 +15,6 @@ from whisper.model import disable_sdpa
 from scripts.lib.http_client import HTTP
 from scripts.lib.live_client import FORMATS, stream
 from scripts.lib.served_metrics import read_metrics
-from scripts.lib.server import Server
 from scripts.lib.speech_client import (
     MODES,
     Speech,
@@ -29,6 +28,7 @@ from sglang_ext.models import resolve
 from speech.alignment import load_whisper
 from speech.audio import SAMPLE_RATE, log_mels
 from speech.prompts import WhisperVocabulary
+from tests.server.servers import Server
 from tests.server.speech.conftest import JFK
 
 CLIPS = 8

@@ -21,8 +21,8 @@ import pytest
 from whisper.normalizers import EnglishTextNormalizer
 
 from scripts.lib.http_client import HTTP
-from scripts.lib.server import Server
 from scripts.speech_data import FOLDER, FORMATS, Clip, encode, read_audio, read_references
+from tests.server.servers import Server
 from tests.server.speech.conftest import JFK, MAX_UPLOAD_MB
 from tests.server.speech.conftest import WHISPER as MODEL
 from tests.unit.speech.wav_files import wav_file

@@ -1,9 +1,5 @@
 """Real SGLang servers of a text model, one per configuration."""
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.lib.server import Server
 from scripts.lib.spec_bench import Prompt, spec_bench
 from sglang_ext.block_drafter.drafter_files import save_drafter
 from sglang_ext.block_drafter.drafter_manifest import Manifest, SourceRule
@@ -19,7 +14,8 @@ from sglang_ext.block_drafter.kept_tokens import KeptTokens
 from sglang_ext.block_drafter.nat_model import BlockModel
 from sglang_ext.block_drafter.shapes import Shape
 from sglang_ext.block_drafter.target_models import load_target
-from tests.server.conftest import CHUNK, EXAMPLES, MODEL
+from tests.server.conftest import CHUNK, MODEL
+from tests.server.servers import Server
 
 
 @pytest.fixture(scope="session")
@@ -33,17 +29,6 @@ def plain_server() -> Iterator[Server]:
     """SGLang without speculation."""
     with Server(MODEL, CHUNK, name="plain") as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def installed_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of installed packages with the example of a drafter of one's own."""
-    made = tmp_path_factory.mktemp("my-drafter")
-    source = shutil.copytree(EXAMPLES / "my_drafter", made / "source")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    alone = ["--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, *alone, "--target", str(made / "site"), str(source)], check=True)
-    return made / "site"
 
 
 @pytest.fixture(scope="session")
@@ -68,21 +53,3 @@ def block_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stated = (target.name, target.tokenizer, target.vocab_size, target.ends, shape, rule)
     save_drafter(made, Manifest(*stated, len(tokens), "0" * 64), model, kept)
     return made
-
-
-@pytest.fixture(scope="package")
-def sssd_server(installed_drafter: Path, block_drafter: Path) -> Iterator[Server]:
-    """SSSD that verifies every draft it has, with random trees and our example at hand.
-
-    Its drafts are retrieved while passes run, where they can be.
-    """
-    flags = ["--speculative-algorithm", "SSSD", "--budget", "fixed", "--drafter", "sssd"]
-    flags += ["--drafters", "random,ssbd,my_drafter,specdec", "--draft-model", str(block_drafter)]
-    flags += ["--speculative-num-draft-tokens", "16"]  # the default without a draft model
-    flags += ["--mirror-retrieval", "1", "--mirror-lens-seconds", "6"]
-    server = Server(MODEL, [*flags, *CHUNK, "--enable-metrics"], name="sssd")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", str(installed_drafter), prepend=os.pathsep)
-        server.start()
-    with server:
-        yield server

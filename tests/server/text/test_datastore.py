@@ -12,8 +12,8 @@ import pytest
 from datastores import Datastore, verify_folder
 from scripts.lib.http_client import HTTP
 from scripts.lib.isolation_server import deletion_leftovers
-from scripts.lib.server import Server
 from tests.server.conftest import CHUNK, MODEL
+from tests.server.servers import Server
 
 HEADER = "x-sglang-ext-namespace"
 PROMPT = "List the planets of the solar system, one a line.\n1."

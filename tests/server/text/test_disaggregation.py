@@ -13,9 +13,9 @@ from scripts.lib.http_client import HTTP, lines
 from scripts.lib.isolation_pd import HEADER, Routed, problems, rust_router
 from scripts.lib.pd_servers import Disaggregated
 from scripts.lib.served_metrics import read_metrics
-from scripts.lib.server import Server
 from scripts.lib.spec_bench import Prompt
 from tests.server.conftest import MODEL
+from tests.server.servers import Server
 
 try:
     import mooncake.engine  # noqa: F401

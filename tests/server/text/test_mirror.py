@@ -10,7 +10,6 @@ import pytest
 
 from scripts.lib.http_client import HTTP
 from scripts.lib.served_metrics import read_metrics
-from scripts.lib.server import Server
 from scripts.lib.spec_bench import Prompt
 from sglang_ext.mirror import lm_loading
 from sglang_ext.mirror.streaming.stream_files import (
@@ -22,6 +21,7 @@ from sglang_ext.mirror.streaming.stream_training import fresh_streams
 from sglang_ext.models import resolve
 from tests.eventually import eventually
 from tests.server.conftest import CHUNK, MODEL
+from tests.server.servers import Server
 
 LENGTHS = [24, 40, 9, 32, 17, 40]
 

@@ -9,8 +9,8 @@ import pytest
 from scripts.lib.client import generate, generate_all
 from scripts.lib.http_client import HTTP
 from scripts.lib.isolation_server import cross_session_changes
-from scripts.lib.server import Server
 from tests.server.conftest import MODEL
+from tests.server.servers import Server
 
 SENTENCES = (
     "A man in an orange hat is looking at something behind the old stone wall.",

@@ -4,11 +4,11 @@ import pytest
 
 from scripts.lib.http_client import HTTP
 from scripts.lib.served_metrics import read_metrics
-from scripts.lib.server import Server
 from scripts.lib.spec_bench import Prompt, tokenizer
 from tests.eventually import eventually
 from tests.server.conftest import MODEL
-from tests.server.text.test_equal_to_plain import answer, answers, told
+from tests.server.servers import Server
+from tests.server.text.answers import answer, answers, told
 
 PARAMS = {
     "a tree with branches": {"specdec": {"retrieve": False}, "draft_length": 6},

@@ -1,18 +1,25 @@
 """Bad input, aborts and pressure: each gets an answer, and the server goes on."""
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from scripts.lib.http_client import HTTP, lines
-from scripts.lib.server import Server
+from sglang_ext.servers.processes import free_port
+from sglang_ext.servers.started_server import serve_command
 from tests.eventually import eventually
 from tests.server.conftest import MODEL
-from tests.server.text.test_equal_to_plain import answer, answers
+from tests.server.servers import Server
+from tests.server.text.answers import answer, answers
 
+ROOT = Path(__file__).parents[4]
 CONTEXT = 512
+FIRST_WORD = 3  # of sglang-ext's, behind python -m sglang_ext.cli
 SSSD = ["--speculative-algorithm", "SSSD"]
 
 
@@ -175,17 +182,25 @@ WRONG: list[tuple[str, list[str], str]] = [
 
 
 @pytest.fixture(scope="module")
-def refusals() -> Iterator[list[Future[str]]]:
-    """What the wrong command lines print; two at a time, as each is busy with its imports."""
-    with ThreadPoolExecutor(2) as pool:
-        yield [
-            pool.submit(refused, Server(model, flags, name="wrong")) for model, flags, _ in WRONG
-        ]
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+    """What comes of the wrong command lines: exit codes, and what is printed."""
+    folder = tmp_path_factory.mktemp("refused")
+    logs = [folder / f"{number}.log" for number in range(len(WRONG))]
+    lines = [
+        json.dumps([str(log), serve_command(model, free_port(), flags)[FIRST_WORD:]])
+        for log, (model, flags, _) in zip(logs, WRONG, strict=True)
+    ]
+    command = [sys.executable, "-m", "tests.server.refused_commands"]
+    given = "\n".join(lines)
+    done = subprocess.run(command, input=given, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return list(zip(done.stdout.split(), [log.read_text() for log in logs], strict=True))
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)), ids=[message for *_, message in WRONG])
 def test_a_wrong_command_line_is_one_clear_line(number, refusals):
-    log = refusals[number].result()
+    code, log = refusals[number]
+    assert code == "2", log
     errors = [line for line in log.splitlines() if "error:" in line]
     assert len(errors) == 1 and WRONG[number][2] in errors[0], log
     assert "Traceback" not in log

@@ -9,11 +9,11 @@ import pytest
 from scripts.lib.client import events
 from scripts.lib.http_client import HTTP
 from scripts.lib.served_metrics import read_metrics
-from scripts.lib.server import Server
 from scripts.lib.spec_bench import tokenizer
 from tests.eventually import eventually
 from tests.server.conftest import JSON_SCHEMA, MODEL
-from tests.server.text.test_equal_to_plain import answer
+from tests.server.servers import Server
+from tests.server.text.answers import answer
 
 WIDEST = {"top_beta": 32, "tau": 10.0}
 NARROW = {"top_beta": 3, "tau": 1.0}

@@ -2,8 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
@@ -11,31 +9,14 @@ import pytest
 
 from scripts.lib.http_client import HTTP, lines
 from scripts.lib.served_metrics import read_metrics
-from scripts.lib.server import Server
 from scripts.lib.spec_bench import Prompt, tokenizer
 from tests.eventually import eventually
 from tests.server.conftest import CHUNK, JSON_SCHEMA, MODEL
+from tests.server.servers import Server
+from tests.server.text.answers import answer, answers, told
 
 # custom_params; a CPU computes each node that is verified, so that random trees are small here.
 DRAFTERS = {"sssd": {"drafter": "sssd"}, "random": {"drafter": "random", "draft_length": 6}}
-
-
-def answer(server: Server, prompt: Prompt, body: dict[str, Any] | None = None, **sampling: Any):
-    """One greedy /generate answer."""
-    sampling = {"temperature": 0, "max_new_tokens": 48} | sampling
-    response = HTTP.post(
-        server.base_url + "/generate",
-        json={"input_ids": prompt.input_ids, "sampling_params": sampling} | (body or {}),
-        timeout=300,
-    )
-    assert response.is_success, response.text
-    return response.json()
-
-
-def answers(server: Server, jobs: Sequence[tuple[Prompt, dict[str, Any]]]) -> list[Any]:
-    """The answers to prompts with sampling parameters, eight under way at a time."""
-    with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda job: answer(server, job[0], **job[1]), jobs))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -87,13 +68,6 @@ def test_greedy_output(case, drafted_cases, expected_of_cases, plain_server, pro
         if told(got) != told(expected):  # where two tokens tie, plain SGLang may as well
             again = answer(plain_server, prompt, **CASES[case])
             assert told(again) != told(expected) and told(got) == told(again)
-
-
-def told(answered: Any) -> list[Any]:
-    """What a client reads of an answer, its log-probabilities aside."""
-    meta = answered["meta_info"]
-    counts = [meta[key] for key in ("finish_reason", "completion_tokens", "prompt_tokens")]
-    return [answered["output_ids"], answered["text"], *counts]
 
 
 def joining_and_leaving(server: Server, prompts: list[Prompt], **extra: Any) -> list[list[int]]:
