@@ -5,6 +5,7 @@ import hashlib
 import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.lib.import_layers import ROOT, imports_in
@@ -14,28 +15,42 @@ _UNREAD = re.compile(
     r"\.md$|^docs/|^tests/|^\.ci/|^Makefile$|^scripts/check_house\.py$"
     r"|^scripts/lib/(docs|house)_\w+\.py$"
 )
-_SWEEP = "sglang_ext/sweep"
-# What a command reads where it is named, or where something that it reads names it.
-_NAMED = re.compile(rf"(?:scripts|{_SWEEP})/.*\.py$")
-_NAME = re.compile(r"\b(?:scripts|sglang_ext[./]sweep)[./]\w+(?:[./]\w+)*")
-# Read as a whole where they are named, in the same way, or by a command of ours. What ships
-# datastores is no server's; what runs on CUDA is loaded by every server, and run on no CPU but for
-# what stages arrays.
-_WHOLE = (
-    (
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Files that a command reads only where it, or something that it reads, names them.
+
+    Attributes:
+        files: their paths.
+        whole: what names all of them; None: each is named by itself alone (_NAME).
+    """
+
+    files: re.Pattern[str]
+    whole: re.Pattern[str] | None = None
+
+
+# No server reads the sweep, nor what ships datastores; what runs on CUDA is loaded by every server,
+# and run on no CPU but for what stages arrays.
+_PARTS = (
+    _Part(re.compile(r"scripts/.*\.py$")),
+    _Part(re.compile(r"sglang_ext/sweep/.*\.py$"), re.compile(r"\bsglang-ext sweep\b")),
+    _Part(
         re.compile(r"datastores/shipping/"),
         re.compile(r"\bdatastores[./]shipping\b|-ext datastore\b"),
     ),
-    (re.compile(r"sglang_ext/cuda/(?!staging|__init__)"), re.compile(r"\bsglang_ext[./]cuda\b")),
+    _Part(
+        re.compile(r"sglang_ext/cuda/(?!staging|__init__)"), re.compile(r"\bsglang_ext[./]cuda\b")
+    ),
 )
+_NAME = re.compile(r"\b(?:scripts|sglang_ext[./]sweep)[./]\w+(?:[./]\w+)*")
 
 
 class CheckedOut:
     """The files of a commit.
 
-    All packages that are installed are read by every command but for the sweep, which no server
-    reads, and those of _WHOLE; of these, of scripts/ and of the Makefile a command reads what it
-    names, and what that imports or names in turn.
+    All packages that are installed are read by every command but for _PARTS; of these and of the
+    Makefile a command reads what it names, and what that imports or names in turn.
 
     Args:
         files: path, relative to `root` -> the hash of what it holds.
@@ -60,16 +75,14 @@ class CheckedOut:
         read = [made] + [
             f"{path} {blob}"
             for path, blob in sorted(self._files.items())
-            if path in named or not _is_named(path)
+            if path in named or not any(part.files.match(path) for part in _PARTS)
         ]
         return hashlib.sha256("\n".join(read).encode()).hexdigest()
 
     def _read(self, text: str) -> set[str]:
-        """Files of scripts/ and the sweep that a text names, and those that they need."""
+        """Files of _PARTS that a text names, and those that they need."""
         found: set[str] = set()
         waiting = list(self._named(text))
-        if re.search(r"\bsglang-ext sweep\b", text):
-            waiting += (path for path in self._files if re.match(rf"{_SWEEP}/.*\.py$", path))
         while waiting:
             path = waiting.pop()
             if path not in found:
@@ -80,9 +93,9 @@ class CheckedOut:
         return found
 
     def _named(self, text: str) -> Iterator[str]:
-        for files, name in _WHOLE:
-            if name.search(text):
-                yield from (path for path in self._files if files.match(path))
+        for part in _PARTS:
+            if part.whole and part.whole.search(text):
+                yield from filter(part.files.match, self._files)
         for name in _NAME.findall(text):
             path = name.removesuffix(".py").replace(".", "/")
             while "/" in path:  # a.b.c may be c of the module a.b
@@ -131,11 +144,6 @@ class MakeRules:
                 found[target] = self._rules[target]
                 waiting += self._needs[target]
         return self._common + "".join(text for _, text in sorted(found.items()))
-
-
-def _is_named(path: str) -> bool:
-    """Whether a command reads it only where something names it."""
-    return bool(_NAMED.match(path)) or any(files.match(path) for files, _ in _WHOLE)
 
 
 def checked_out() -> CheckedOut | None:
