@@ -1,5 +1,7 @@
 """SGLang's modules import `sgl_kernel`: without a GPU our stand-in must be there first."""
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 
@@ -13,6 +15,10 @@ settings.register_profile("default", deadline=None)
 settings.load_profile("default")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lanes.arrange(items)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> lanes.Lanes | None:
+    """The scheduler of `--dist loadgroup`."""
+    return lanes.Lanes(config, log) if config.getvalue("dist") == "loadgroup" else None
