@@ -2,9 +2,11 @@
 
 # SGLang's CPU engine needs a stand-in before any of its modules load, in this process and in
 # the ones it spawns (they import this module again), so this comes before everything else.
-from sglang_ext.cpu.install import install
+from sglang_ext.cpu.install import hide_gpu_packages, install
 
 ON_CPU = install()
+if ON_CPU:
+    hide_gpu_packages()
 
 import sys  # noqa: E402
 

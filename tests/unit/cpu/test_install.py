@@ -109,3 +109,13 @@ def test_what_is_missing_is_named():
         _ = sgl_kernel.rmsnorm
     with pytest.raises(ModuleNotFoundError, match=r"sgl_kernel\.mamba is not available"):
         import sgl_kernel.mamba
+
+
+@pytest.mark.parametrize("on_cpu", ["0", "1"])
+def test_a_server_on_a_cpu_does_without_kernels_for_gpus(on_cpu, tmp_path):
+    (tmp_path / "flashinfer.py").write_text("")
+    code = (
+        "from importlib.util import find_spec; import sglang_ext.cli;"
+        "print(find_spec('flashinfer') is not None)"
+    )
+    assert run(code, tmp_path, SGLANG_USE_CPU_ENGINE=on_cpu) == str(on_cpu == "0")
