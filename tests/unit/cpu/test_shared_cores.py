@@ -21,7 +21,9 @@ from tests.eventually import eventually
 # CPU time of 200 products' ends, between which the other threads spin or sleep: as they are set,
 # with short waits, and as they are set again.
 SPENT = """
-import time, torch
+import os, time
+os.sched_setaffinity(0, range(os.cpu_count()))  # a worker of the tests may have one alone
+import torch
 from sglang_ext.cpu.shared_cores import ShortWaits
 torch.set_num_threads(2)
 values = torch.ones(1 << 18)

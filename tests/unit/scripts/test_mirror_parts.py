@@ -1,5 +1,6 @@
 """bench_mirror's parts: what is kept of them, what is asked again, limits, kills."""
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -101,6 +102,8 @@ def test_every_part_is_under_half_an_hour_and_has_a_name_of_its_own():
 
 
 def options(monkeypatch, *argv: str):
+    # A worker of the tests may have one core alone.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(sys, "argv", ["bench_mirror", *argv])
     return bench_mirror.read_options()
 
