@@ -1,9 +1,9 @@
 """Namespaces, deletion, corpora and metrics of the datastore, on one real server."""
 
+import contextlib
+import io
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 from datastores import Datastore, verify_folder
 from scripts.lib.http_client import HTTP
 from scripts.lib.isolation_server import deletion_leftovers
+from sglang_ext.cli import main
 from tests.server.conftest import CHUNK, MODEL
 from tests.server.servers import Server
 
@@ -312,11 +313,11 @@ def test_metrics_are_in_sglangs_endpoint(server):
 
 
 def datastore_command(*argv: object) -> str:
-    """What `sglang-ext datastore ARGV` prints."""
-    line = [sys.executable, "-m", "sglang_ext.cli", "datastore", *map(str, argv)]
-    done = subprocess.run(line, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    """What `sglang-ext datastore ARGV` prints; here, where its imports are made."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = main(["datastore", *map(str, argv)])
+    assert code == 0, printed.getvalue()
+    return printed.getvalue()
 
 
 def test_a_running_servers_datastore_is_copied_and_looked_into(server, folder, tmp_path):
