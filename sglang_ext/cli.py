@@ -22,6 +22,7 @@ import signal  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 
 from sglang_ext import __version__, commands, models, options  # noqa: E402
+from sglang_ext.cpu import fork_server  # noqa: E402
 from sglang_ext.preflight import PreflightError, check_launch  # noqa: E402
 from sglang_ext.servers.flag_names import resolved  # noqa: E402
 from sglang_ext.servers.flags import flag_value, set_flag  # noqa: E402
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Start the server and stay with it until it ends."""
+    forks = ON_CPU and fork_server.begin()
     try:
         server_args = _prepare(args)
     except (options.OptionError, models.ModelError, PreflightError, ValueError) as error:
@@ -67,6 +69,8 @@ def run_serve(args: argparse.Namespace) -> int:
     from sglang.launch_server import run_server
     from sglang.srt.utils import kill_process_tree
 
+    if forks:
+        fork_server.use()
     try:
         run_server(server_args)
     finally:

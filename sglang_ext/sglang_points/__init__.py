@@ -105,6 +105,11 @@ ADD_CORPUS = Point(
     _CORPUS + "TokenizerControlMixin.add_external_corpus", How.ASSIGNED, "plugin",
     "SGLang tokenizes a corpus on the event loop", takes="self, obj",
 )  # fmt: skip
+PROCESSES = Point(
+    _SRT + "entrypoints.engine.mp", How.ASSIGNED, "cpu/fork_server",
+    "the scheduler and the detokenizer are forked from one process that has imported SGLang",
+    cpu=True,
+)  # fmt: skip
 HTTP_SERVER = Point(
     _SRT + "entrypoints.http_server._setup_and_run_http_server", How.BEFORE, "plugin",
     "our routes and middleware join SGLang's FastAPI application; of a Whisper, /v1/realtime and "

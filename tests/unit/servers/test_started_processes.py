@@ -34,6 +34,7 @@ ALLOWED = {
     "tests/unit/datastores/test_datastores_fleet.py": "kills servers, which end with their input",
     "tests/unit/datastores/test_datastores_folding.py": "kills a starter; the same",
     "tests/unit/datastores/test_datastores_following.py": "kills a writer; the same",
+    "tests/unit/cpu/test_fork_server.py": "kills a launcher, which is what it tests",
     "tests/server/refused_commands.py": "commands that an alarm ends",
     "tests/unit/models/test_fetch.py": "a download of seconds that is killed",
     "tests/unit/speech/test_decoders.py": "kills a decoders' parent; a supervisor would end them",
