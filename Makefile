@@ -16,12 +16,12 @@ captions: setup
 	@[ "$(TRANSLATE)" = - ] || $(BIN)/sglang-ext models fetch $(TRANSLATE)
 	$(BIN)/sglang-ext captions --page $(if $(filter -,$(TRANSLATE)),,--translate-model $(TRANSLATE))
 
-# Servers use every core: their tests come alone, behind those that can share the machine. The
-# emulated server's test takes as long as hundreds of others, so its file goes first.
+# Two workers, half of the cores each: tests/lanes.py says what runs behind what. The emulated
+# server's test takes as long as hundreds of others, so its file goes first.
+LANES := -n 2 --dist loadgroup --no-loadscope-reorder
 TOGETHER := -n auto --dist loadfile --no-loadscope-reorder
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/emulated tests/unit $(TOGETHER)
-	$(BIN)/python -m pytest tests/server tests/gpu
+	$(BIN)/python -m pytest tests $(LANES)
 
 unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit $(TOGETHER)
@@ -45,12 +45,25 @@ $(VENV)/.installed: pyproject.toml requirements.lock
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-# Suffix decoding, to compare with: docs/peers.md.
-peers: setup
+# What we compare with: docs/peers.md. Suffix decoding is a drafter, so it goes into our environment;
+# llama.cpp and faster-whisper have pins of their own, so they get one of theirs.
+PEERS ?= $(VENV)/peers
+# GCC 12 drops stores of llama.cpp's AMX configuration without these two, and AMX then ends it.
+LLAMA := -DGGML_NATIVE=ON -DCMAKE_CXX_FLAGS='-fno-dse -fno-tree-dse' -DMTMD_BUILD=OFF \
+	-DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF
+peers: setup $(PEERS)/.installed
 	$(BIN)/pip install --disable-pip-version-check --no-deps nanobind==2.9.2 cmake==4.4.4 ninja==1.13.2 grpcio-tools==1.85.1
 	@# Its CMake looks for Python and nanobind in the active environment, else on the PATH.
 	VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(abspath $(BIN)):$$PATH" \
 		$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation arctic-inference==0.1.1
+
+# As many compilers as cores, some 700 MB each.
+$(PEERS)/.installed: scripts/peers.lock
+	$(BIN)/python -m venv $(PEERS)
+	CMAKE_ARGS="$(LLAMA)" CMAKE_BUILD_PARALLEL_LEVEL="$$(nproc)" \
+		$(PEERS)/bin/pip install --disable-pip-version-check --no-deps \
+		--no-binary llama-cpp-python -r scripts/peers.lock
+	@touch $@
 
 clean:
 	rm -rf $(VENV)
