@@ -9,6 +9,7 @@ OmniSTEval computes it), both as simulstream reports them.
 import asyncio
 import base64
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,12 +93,14 @@ async def translated(
     clip: Clip,
     session: Mapping[str, Any],
     run: TranslatedRun | None = None,
+    waits_at_s: float = math.inf,
 ) -> TranslatedRun:
     """Play a clip; its translation, once all of it has come.
 
     Args:
         session: settings, as session.update takes them.
         run: follows what comes, and is returned.
+        waits_at_s: so far into the clip the player waits until something of it is translated.
     """
     url = base_url.replace("http", "ws", 1) + "/v1/realtime/translations"
     samples = clip.mono(RATE)
@@ -109,6 +112,9 @@ async def translated(
         began = time.monotonic()
         following = asyncio.create_task(_follow(socket, run, began))
         for place, first in enumerate(range(0, len(data), size)):
+            while place * PIECE_S >= waits_at_s and not run.sources and not following.done():
+                await asyncio.sleep(PIECE_S)
+                began += PIECE_S
             await asyncio.sleep(began + (place + 1) * PIECE_S - time.monotonic())
             piece = base64.b64encode(data[first : first + size]).decode()
             event = {"type": "session.input_audio_buffer.append", "audio": piece}
