@@ -16,9 +16,10 @@ captions: setup
 	@[ "$(TRANSLATE)" = - ] || $(BIN)/sglang-ext models fetch $(TRANSLATE)
 	$(BIN)/sglang-ext captions --page $(if $(filter -,$(TRANSLATE)),,--translate-model $(TRANSLATE))
 
-# Two workers, half of the cores each: tests/lanes.py says what runs behind what. The emulated
-# server's test takes as long as hundreds of others, so its file goes first.
-LANES := -n 2 --dist loadgroup --no-loadscope-reorder
+# Two workers, half of the cores each, where their servers fit (20 GB): tests/lanes.py says what runs
+# behind what.
+WORKERS := $(shell awk '/^MemAvailable/ {print ($$2 > 22000000 ? 2 : 1)}' /proc/meminfo)
+LANES := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 TOGETHER := -n auto --dist loadfile --no-loadscope-reorder
 test: lint
 	$(BIN)/python -m pytest tests $(LANES)
