@@ -103,6 +103,10 @@ def _in_module(module: ast.Module, name: str, folder: Path | None, steps: int) -
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
                     imported = f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.asname == name or (alias.asname is None and alias.name == name):
+                    imported = alias.name
     if found is None and imported:  # one for type checkers may name what the module defines
         return _lookup(imported, folder, steps - 1)
     if found is None:
