@@ -12,8 +12,9 @@ server cannot read attention); one_second_display_*_s, padded_display_*_s and
 short_step_display_*_s of the others; policy_speedup_p50 is one_second_display_p50_s by
 display_p50_s, policy_speedup_padded_p50 padded_display_p50_s by it. display_*_s_N: N streams at
 once. wer_live (of the first), wer_one_second, wer_padded, wer_short_step and wer_file: word errors
-against the references, of one stream and of the file route; wer_points: what wer_live is beyond
-wer_one_second, in points. delta_mismatches: items whose deltas are not their transcript, byte for
+against the references, of one stream and of the file route, which gets each clip as its format
+carries it (G.711 has 8 kHz); wer_points: what wer_live is beyond wer_one_second, in points.
+delta_mismatches: items whose deltas are not their transcript, byte for
 byte. lost_words: of runs of four and more that the file route has and a stream has nothing for.
 errors: error events and failed items. silence_words: invented in a silence. bad_input_failures:
 wrong clients that got neither an error nor a reason, while a stream went on. closed_frees_s: from a
@@ -47,6 +48,7 @@ from scripts.lib.http_client import HTTP
 from scripts.lib.live_client import (
     FORMATS,
     LiveRun,
+    as_sent,
     display_delays,
     lost_words,
     stream,
@@ -86,6 +88,11 @@ class Streams:
         return np.array([delay for part in parts for delay in part])
 
 
+def _wire(index: int) -> Mapping[str, Any]:
+    """The format of a clip, by its number."""
+    return FORMATS[index % len(FORMATS)]
+
+
 class Bench:
     """Streams of one server.
 
@@ -96,7 +103,7 @@ class Bench:
     def __init__(self, server: Server, clips: Sequence[Clip]):
         self._url = server.base_url
         self.clips = clips
-        self.heard = [self._file(clip) for clip in clips]
+        self.heard = [self._file(as_sent(clip, _wire(i))) for i, clip in enumerate(clips)]
 
     async def in_turn(self, policies: Mapping[str, Mapping[str, Any]]) -> dict[str, Streams]:
         """Every clip with every policy (`session.sglang_ext`), one stream after the other."""
@@ -118,8 +125,7 @@ class Bench:
         return made
 
     async def _stream(self, index: int, policy: Mapping[str, Any]) -> LiveRun:
-        wire = FORMATS[index % len(FORMATS)]
-        return await stream(self._url, KEY, self.clips[index], wire, policy)
+        return await stream(self._url, KEY, self.clips[index], _wire(index), policy)
 
     async def silence(self, seconds: float) -> LiveRun:
         """A silence in real time."""

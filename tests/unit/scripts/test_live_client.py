@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from scripts.lib.live_client import FORMATS, LiveRun, display_delays, lost_words, wire_bytes
+from scripts.lib.live_client import (
+    FORMATS,
+    LiveRun,
+    as_sent,
+    display_delays,
+    lost_words,
+    wire_bytes,
+)
+from scripts.speech_data import Clip
 from tests.unit.speech.test_wire_audio import encoded
 
 
@@ -23,6 +31,16 @@ def test_only_runs_of_four_words_and_more_are_lost():
     assert lost_words(LiveRun(text="alpha some words stand there foxtrot golf hotel"), text) == 0
     assert lost_words(LiveRun(text="alpha foxtrot golf hotel"), text) == 4
     assert lost_words(LiveRun(text=""), text) == 8
+
+
+@pytest.mark.parametrize("wire", FORMATS, ids=str)
+def test_a_clip_as_sent_is_the_clip(wire):
+    tone = np.sin(np.arange(48_000) * 0.05).astype(np.float32)[None] / 2
+    clip = as_sent(Clip("tone", tone, 48_000, "said"), wire)
+    given = Clip("tone", tone, 48_000).mono(clip.rate)
+    noise = np.square(clip.samples[0] - given).mean() / np.square(given).mean()
+    assert clip.rate == wire.get("rate", 8_000) and clip.reference == "said"
+    assert noise < (1e-6 if "rate" in wire else 1e-3)
 
 
 def test_wire_bytes_are_the_formats():
