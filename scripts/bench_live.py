@@ -14,11 +14,11 @@ display_p50_s, policy_speedup_padded_p50 padded_display_p50_s by it. display_*_s
 once. wer_live (of the first), wer_one_second, wer_padded, wer_short_step and wer_file: word errors
 against the references, of one stream and of the file route, which gets each clip as its format
 carries it (G.711 has 8 kHz); wer_points: what wer_live is beyond wer_one_second, in points.
-delta_mismatches: items whose deltas are not their transcript, byte for
-byte. lost_words: of runs of four and more that the file route has and a stream has nothing for.
-errors: error events and failed items. silence_words: invented in a silence. bad_input_failures:
-wrong clients that got neither an error nor a reason, while a stream went on. closed_frees_s: from a
-closed socket to no request running.
+delta_mismatches: items whose deltas are not their transcript, byte for byte. lost_words: of runs of
+four and more that the file route has and a stream has nothing for. errors: error events and failed
+items. silence_words: invented in a silence. bad_input_failures: wrong clients that got neither an
+error nor a reason, while a stream went on. closed_frees_s: from a closed socket to no request
+running.
 
 Translation (scripts/lib/live_translations.py): the clips as one recording, once with what is not
 settled and once with finished sentences only. ne_live, ne_live_finished: normalized erasure of what

@@ -21,7 +21,7 @@ from sglang_ext.cpu.install import usable_cores
 from sglang_ext.models import resolve
 from sglang_ext.sweep.provenance import forward_costs
 
-# Nodes of a step, the root included, as the issue of this figure has it.
+# Nodes of a step, the root included.
 NODES = 12
 _PROMPTS, _QUICK_PROMPTS = 16, 4
 _TOKENS = 96

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import psutil  # type: ignore[import-untyped]
 
 from scripts.lib.client import generate
+from scripts.lib.load_threads import LoadThreads
 from scripts.lib.mirror_rows import Row
 from scripts.lib.mirror_runs import Client
 from scripts.lib.served_metrics import read_metrics
@@ -51,7 +52,7 @@ class Kills:
         }  # fmt: skip
 
 
-class Load:
+class Load(LoadThreads):
     """Asks one request after the other, two at a time, while the block runs.
 
     Args:
@@ -64,21 +65,10 @@ class Load:
         self._ask, self._expected, self._found = ask, expected, found
         self._numbers = itertools.cycle(range(len(expected)))
         self._lock = threading.Lock()
-        self._ending = threading.Event()
-        self._threads = [threading.Thread(target=self._run) for _ in range(_TOGETHER)]
+        super().__init__(_TOGETHER)
 
-    def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ending.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self) -> None:
-        while not self._ending.is_set():
+    def run(self) -> None:
+        while not self.ending.is_set():
             with self._lock:
                 number = next(self._numbers)
             wrong, failed = False, ""

@@ -12,6 +12,7 @@ import httpx
 
 from scripts.lib.client import generate_all
 from scripts.lib.http_client import HTTP
+from scripts.lib.load_threads import LoadThreads
 from scripts.lib.pd_servers import Disaggregated
 from scripts.lib.spec_bench import spec_bench
 
@@ -25,7 +26,7 @@ _SLOWLY_S = 3.0
 _TOKENS = 48
 
 
-class Load:
+class Load(LoadThreads):
     """Clients that ask one request after another and note what they get.
 
     Args:
@@ -47,19 +48,8 @@ class Load:
         self._url = url
         self._cases = itertools.cycle(list(zip(prompts, expected, strict=True)))
         self._next = threading.Lock()
-        self._ending = threading.Event()
         self.slowly = threading.Event()
-        self._threads = [threading.Thread(target=self._run) for _ in range(_CLIENTS)]
-
-    def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ending.set()
-        for thread in self._threads:
-            thread.join()
+        super().__init__(_CLIENTS)
 
     def right_after(self, count: int, timeout_s: float) -> bool:
         """Whether `count` further right answers come within the time."""
@@ -68,14 +58,14 @@ class Load:
             time.sleep(0.2)
         return self.outcomes["right"] >= goal
 
-    def _run(self) -> None:
-        while not self._ending.is_set():
+    def run(self) -> None:
+        while not self.ending.is_set():
             with self._next:
                 prompt, expected = next(self._cases)
             outcome = self._ask(prompt, expected)
             self.outcomes[outcome] += 1
             if self.slowly.is_set():
-                self._ending.wait(_SLOWLY_S)
+                self.ending.wait(_SLOWLY_S)
             elif outcome == "refused":
                 time.sleep(0.5)  # the router is away
 

@@ -61,12 +61,7 @@ def load_drafter(folder: str | Path, device: str = "cpu") -> LoadedDrafter:
     """
     manifest = read_manifest(folder)
     path = Path(folder) / WEIGHTS
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise BlockDrafterError(f"cannot read {path}: {error.strerror or error}") from None
-    if hashlib.sha256(data).hexdigest() != manifest.weights:
-        raise BlockDrafterError(f"{path} is damaged: its checksum is not the one in {NAME}")
+    data = read_weights(path, manifest.weights, NAME)
     try:
         tensors = load(data)
         kept = KeptTokens(tensors.pop(_KEPT).long().numpy(), manifest.outputs, manifest.vocab_size)
@@ -76,6 +71,27 @@ def load_drafter(folder: str | Path, device: str = "cpu") -> LoadedDrafter:
         reason = " ".join(str(error).split())[:200]
         raise BlockDrafterError(f"{path} does not fit {NAME}: {reason}") from None
     return LoadedDrafter(manifest, kept, model.to(device).eval())
+
+
+def read_weights(
+    path: Path, checksum: str, stated_in: str, error: type[BlockDrafterError] = BlockDrafterError
+) -> bytes:
+    """The bytes of a file of weights.
+
+    Args:
+        checksum: its SHA-256.
+        stated_in: the file that says so.
+
+    Raises:
+        error: it cannot be read, or is damaged; one line.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as failed:
+        raise error(f"cannot read {path}: {failed.strerror or failed}") from None
+    if hashlib.sha256(data).hexdigest() != checksum:
+        raise error(f"{path} is damaged: its checksum is not the one in {stated_in}")
+    return data
 
 
 def write_file(path: Path, data: bytes) -> None:

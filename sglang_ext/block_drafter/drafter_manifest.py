@@ -98,21 +98,33 @@ def read_manifest(folder: str | Path) -> Manifest:
             format; the message names the file.
     """
     path = Path(folder) / NAME
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise BlockDrafterError(f"{path} is damaged: it is too large for a manifest")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BlockDrafterError(f"{folder} is no drafter's directory: it has no {NAME}") from None
-    except OSError as error:
-        raise BlockDrafterError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError:
-        raise BlockDrafterError(f"{path} is damaged: it is not JSON") from None
+    content = read_json(path, f"{folder} is no drafter's directory: it has no {NAME}")
     try:
         return _parse(content)
     except (KeyError, TypeError, ValueError) as error:
         what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
         raise BlockDrafterError(f"{path} is damaged: {what}") from None
+
+
+def read_json(path: Path, missing: str, error: type[BlockDrafterError] = BlockDrafterError) -> Any:
+    """What a manifest's file holds.
+
+    Args:
+        missing: what is wrong where there is none.
+
+    Raises:
+        error: it is not there, cannot be read, is too large or is no JSON; one line.
+    """
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise error(f"{path} is damaged: it is too large for a manifest")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(missing) from None
+    except OSError as failed:
+        raise error(f"cannot read {path}: {failed.strerror or failed}") from None
+    except (ValueError, RecursionError):
+        raise error(f"{path} is damaged: it is not JSON") from None
 
 
 def target_name(model_path: str) -> str:

@@ -22,7 +22,7 @@ from sglang_ext.block_drafter.target_states import StatesReader, check_examples,
 from sglang_ext.block_drafter.trainer import Progress, Recipe, Trainer
 from sglang_ext.block_drafter.training_data import TrainingData, source_rule
 from sglang_ext.block_drafter.training_set import make_training_set
-from sglang_ext.commands.drafter.training_arguments import check_training, read_data
+from sglang_ext.commands.drafter.training_arguments import check_training, progress_bar, read_data
 
 _NO_WEIGHTS = "0" * 64
 
@@ -91,14 +91,12 @@ def _train(
         states=None if reader is None else reader.states,
     )
     data.examples.clear()  # as much memory again as the rows that were made of them
-    with tqdm(total=args.steps, unit="step", file=sys.stderr, desc="training") as bar:
+    with progress_bar(args.steps) as show:
 
         def tell(progress: Progress) -> None:
-            if not bar.n:
-                bar.initial = progress.step - 1  # its rate is that of this run
-            bar.n = progress.step
             left = f"{progress.left_s / 60:.0f} min left at most"
-            bar.set_postfix_str(f"loss {progress.loss:.3f}, accepted {progress.score:.2f}, {left}")
+            learned = f"loss {progress.loss:.3f}, accepted {progress.score:.2f}"
+            show(progress.step, f"{learned}, {left}")
 
         return Trainer(args.out, made, manifest, _recipe(args), args.device, tell).run()
 

@@ -6,14 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from tqdm import tqdm
-
 from sglang_ext import models
 from sglang_ext.block_drafter.checkpoints import FOLDER, Checkpoints
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, target_name
 from sglang_ext.block_drafter.target_models import TargetModel, load_target
 from sglang_ext.block_drafter.training_data import Example, TrainingData
-from sglang_ext.commands.drafter.training_arguments import check_training, read_data
+from sglang_ext.commands.drafter.training_arguments import check_training, progress_bar, read_data
 from sglang_ext.mirror.executor_settings import check_tokenizer
 from sglang_ext.mirror.lm_loading import DraftModelError, load
 from sglang_ext.mirror.streaming.lookahead_streams import LookaheadStreams
@@ -95,14 +93,11 @@ def _trained(
     identity = {"data": data.digest(), "draft": manifest.draft, **sizes}
     kept = Kept(keep, Checkpoints(args.out), identity)
     made = fresh_streams(model, args.streams, args.rank, args.seed)
-    with tqdm(total=args.steps, unit="step", file=sys.stderr, desc="training") as bar:
+    with progress_bar(args.steps) as show:
 
         def tell(progress: StreamProgress) -> None:
-            if not bar.n:
-                bar.initial = progress.step - 1  # its rate is that of this run
             foreseen = ", ".join(f"{share:.0%}" for share in progress.foreseen)
-            bar.n = progress.step
-            bar.set_postfix_str(f"loss {progress.loss:.3f}, foreseen {foreseen}")
+            show(progress.step, f"loss {progress.loss:.3f}, foreseen {foreseen}")
 
         return StreamTrainer(model, made, learned, held, recipe, kept, tell).run()
 

@@ -1,6 +1,11 @@
-"""What all kinds of `sglang-ext drafter train` read alike: data, device, defaults by kind."""
+"""What all kinds of `sglang-ext drafter train` have alike: data, checks, the progress bar."""
 
 import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+from tqdm import tqdm
 
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
 from sglang_ext.block_drafter.target_models import TargetModel
@@ -34,3 +39,21 @@ def check_training(args: argparse.Namespace) -> None:
 
         if not torch.cuda.is_available():
             raise BlockDrafterError("--device cuda: torch finds no such device here")
+
+
+@contextlib.contextmanager
+def progress_bar(steps: int) -> Iterator[Callable[[int, str], None]]:
+    """A bar of steps on stderr.
+
+    Yields:
+        told the steps so far, those before a kill included, and what to say beside the bar.
+    """
+    with tqdm(total=steps, unit="step", file=sys.stderr, desc="training") as bar:
+
+        def show(step: int, text: str) -> None:
+            if not bar.n:
+                bar.initial = step - 1  # its rate is that of this run
+            bar.n = step
+            bar.set_postfix_str(text)
+
+        yield show

@@ -15,14 +15,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from sglang_ext.block_drafter.drafter_files import write_file
-from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
+from sglang_ext.block_drafter.drafter_files import read_weights, write_file
+from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, read_json
 from sglang_ext.mirror.streaming.lookahead_streams import LookaheadStreams
 
 NAME, WEIGHTS = "streams.json", "streams.safetensors"
 FORMAT, KIND = 1, "streaming"
 _MOST_SIZE = 1 << 16
-_MAX_BYTES = 1 << 24
 # Of a weight file: so many samples over its whole length, as fine-tuned models may begin alike.
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
@@ -128,16 +127,7 @@ def read_stream_manifest(folder: str | Path) -> StreamManifest:
         StreamsError: there is no such folder, or its manifest is damaged or of another format.
     """
     path = Path(folder) / NAME
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise StreamsError(f"{path} is damaged: it is too large for a manifest")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise StreamsError(f"{folder} holds no streams: it has no {NAME}") from None
-    except OSError as error:
-        raise StreamsError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError):
-        raise StreamsError(f"{path} is damaged: it is not JSON") from None
+    content = read_json(path, f"{folder} holds no streams: it has no {NAME}", StreamsError)
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise StreamsError(f"{path} is damaged, or of another format than {FORMAT}")
     if content.pop("kind", None) != KIND:
@@ -163,12 +153,7 @@ def load_streams(folder: str | Path, draft: str | Path) -> tuple[StreamManifest,
     if manifest.draft != draft_fingerprint(draft):
         raise StreamsError(f"{folder} has streams of {manifest.draft_name}, not of {draft}")
     path = Path(folder) / WEIGHTS
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise StreamsError(f"cannot read {path}: {error.strerror or error}") from None
-    if hashlib.sha256(data).hexdigest() != manifest.weights:
-        raise StreamsError(f"{path} is damaged: its checksum is not the one in {NAME}")
+    data = read_weights(path, manifest.weights, NAME, StreamsError)
     try:
         tensors = load(data)
         if odd := sorted(name for name, tensor in tensors.items() if not _is_sound(tensor)):
