@@ -308,7 +308,7 @@ class Options:
         high=5.0,
     )
     live_padding_seconds: float = _option(
-        3.0,
+        7.0,
         "live audio that will be heard again is encoded with so many seconds of silence behind it, "
         "where a session names no `padding_ms`; 30: whole windows, as files are",
         low=1.0,

@@ -86,7 +86,11 @@ class CommitPolicy(ABC):
         self._committed: list[str] = []  # keys of the words, as they were committed
 
     def hear(
-        self, words: Sequence[str], last: bool = False, behind: Sequence[float | None] = ()
+        self,
+        words: Sequence[str],
+        last: bool = False,
+        behind: Sequence[float | None] = (),
+        sure: Sequence[bool] = (),
     ) -> tuple[int, int]:
         """Take the next hypothesis.
 
@@ -95,6 +99,7 @@ class CommitPolicy(ABC):
             last: no other hypothesis of it will come: all of it is committed.
             behind: for each word, seconds of audio that were heard behind the place which it
                 attends to; None, or no list: it is not known.
+            sure: for each word, whether the recogniser is; no list: of all.
 
         Returns:
             first, end: words[first:end] are committed now; the ones from `end` on are unstable.
@@ -103,7 +108,8 @@ class CommitPolicy(ABC):
         first = aligned_prefix(self._committed, keys)
         tail = list(words[first:])
         known = list(behind[first:]) or [None] * len(tail)
-        count = len(tail) if last else self._settled(tail, known)
+        surely = list(sure[first:]) or [True] * len(tail)
+        count = len(tail) if last else self._settled(tail, known, surely)
         self._committed += keys[first : first + count]
         return first, first + count
 
@@ -115,12 +121,12 @@ class CommitPolicy(ABC):
         del self._committed[: aligned_prefix([_key(word) for word in words], self._committed)]
 
     @abstractmethod
-    def _settled(self, tail: list[str], behind: list[float | None]) -> int:
+    def _settled(self, tail: list[str], behind: list[float | None], sure: list[bool]) -> int:
         """How many of the words behind the committed ones are committed now.
 
         Args:
             tail: those words.
-            behind: of each of them, as in `hear`.
+            behind, sure: of each of them, as in `hear`.
         """
 
 
@@ -131,7 +137,7 @@ class LocalAgreement(CommitPolicy):
         super().__init__()
         self._tail: list[str] = []  # the last hypothesis's words behind the committed ones
 
-    def _settled(self, tail: list[str], behind: list[float | None]) -> int:
+    def _settled(self, tail: list[str], behind: list[float | None], sure: list[bool]) -> int:
         agreed = _agreed(self._tail, tail)
         self._tail = tail[agreed:]
         return agreed

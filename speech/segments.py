@@ -63,6 +63,7 @@ class Segment:
         tokens: with the timestamps that the model wrote.
         looks: the second of the audio that each of them attends to most, nan where that is not
             known; empty: it was not asked for.
+        logprobs: of each of them; empty: not known.
     """
 
     id: int
@@ -76,6 +77,7 @@ class Segment:
     compression_ratio: float
     no_speech_prob: float
     looks: tuple[float, ...] = ()
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass
@@ -159,6 +161,7 @@ def chunk_segments(
                 compression_ratio=ratio,
                 no_speech_prob=decoded.no_speech_prob,
                 looks=tuple(_look(chunk, decoded.frames[i]) for i in places if decoded.frames),
+                logprobs=tuple(decoded.logprobs[i] for i in places if decoded.logprobs),
             )
         )
     return segments

@@ -19,11 +19,12 @@ from speech.audio import SAMPLE_RATE
 from speech.buffer import AudioBuffer, SpeechProbabilities
 from speech.hypotheses import Span as Span  # of whoever transcribes
 from speech.hypotheses import Word as Word
-from speech.hypotheses import parted, timed_words
-from speech.vad import FRAME_SAMPLES, FRAMES_PER_SECOND, default_detector, runs
+from speech.hypotheses import parted, timed_words, without_invented
+from speech.vad import FRAME_SAMPLES, FRAMES_PER_SECOND, default_detector, runs, speech_mask
 
 _PROMPT_CHARS = 200  # as whisper_streaming (Macháček et al. 2023, section 2.1)
 _BEHIND_S = 0.2  # a hypothesis has heard the end of speech if so much silence followed
+_SURE = -0.3  # log probability
 _NEAR_S = 0.5  # Whisper's times are off by so much
 _LAST_TRIES = 3  # when no more audio comes, so many failures in a row end it
 
@@ -34,6 +35,7 @@ class StreamOptions:
 
     Attributes:
         step_s: seconds of new audio after which it is transcribed again.
+        least_s: so much speech at least is transcribed the first time: of less, Whisper invents.
         window_s: longest window.
         silence_s: so long a silence ends what was said: it is committed, and the audio is cut.
         padding_s: silence left before and after speech.
@@ -45,6 +47,7 @@ class StreamOptions:
     """
 
     step_s: float = 1.0
+    least_s: float = 0.8
     window_s: float = 28.0
     silence_s: float = 1.5
     padding_s: float = 0.4
@@ -64,7 +67,6 @@ class Window:
         prompt: what was said before it.
         final: it ends in a silence or with the audio, and will not be transcribed again.
         probabilities: float32[frames] of speech, of its frames of 32 ms.
-        guided: spans should say what their tokens attend to.
     """
 
     samples: np.ndarray
@@ -72,7 +74,6 @@ class Window:
     prompt: str
     final: bool
     probabilities: np.ndarray
-    guided: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,8 @@ class StreamingRecognizer:
             return self._window(frames, final=True)
         heard = max(self._heard - audio.origin, 0)
         fresh = audio.frames - max(heard, int(spoken[0]) - skipped)
-        if end > heard and fresh >= _frames(options.step_s):
+        step_s = options.step_s if heard else max(options.step_s, options.least_s)
+        if end > heard and fresh >= _frames(step_s):
             return self._window(audio.frames, final=False)
         return None
 
@@ -218,9 +220,13 @@ class StreamingRecognizer:
     def _window(self, frames: int, final: bool) -> Window:
         start = self._audio.origin / FRAMES_PER_SECOND
         probabilities = self._audio.probabilities[:frames]
-        guided = self._policy.guided and not final
         samples = self._audio.first(frames)
-        return Window(samples, start, self._prompt, final, probabilities, guided)
+        return Window(samples, start, self._prompt, final, probabilities)
+
+    def _spoken(self, window: Window) -> float:
+        """Where speech ends in a window, in seconds of the audio."""
+        frames = np.flatnonzero(speech_mask(window.probabilities, self._options.threshold))
+        return window.start + (int(frames[-1]) + 1 if len(frames) else 0) / FRAMES_PER_SECOND
 
     def _place_to_cut(self, speech: np.ndarray) -> int:
         """The frame to cut a full window before: in its longest silence, or its quietest frame."""
@@ -248,9 +254,12 @@ class StreamingRecognizer:
         if start != self._audio.origin:
             return None  # its audio was dropped meanwhile
         words, ends = timed_words(spans, window.start)
+        words = without_invented(words, self._spoken(window))
         heard = window.start + len(window.samples) / SAMPLE_RATE
         behind = [None if word.look is None else heard - word.look for word in words]
-        first, last = self._policy.hear([word.text for word in words], window.final, behind)
+        sure = [word.logprob is None or word.logprob >= _SURE for word in words]
+        texts = [word.text for word in words]
+        first, last = self._policy.hear(texts, window.final, behind, sure)
         frames = len(window.samples) // FRAME_SAMPLES
         self._heard = start + frames
         committed, unstable = self._shown(words, first, last, window.final)

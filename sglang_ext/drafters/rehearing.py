@@ -2,8 +2,9 @@
 
 What SSBD does for translations (arXiv 2509.21740), without its bias: a window of live audio is
 transcribed again whenever it has grown, and says mostly what it said before. Behind a disagreement
-the last hypothesis is realigned (realignment.py), and beside it drafts the server's own drafter, as
-SpecASR, which also drafts what was not heard before. The output is plain decoding's.
+the last hypothesis is realigned (realignment.py). Audio that was not heard before is the server's
+own drafter's, as SpecASR; behind a hypothesis it is not asked, as there are a few new words, and its
+encoder takes longer than they do. The output is plain decoding's.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest, load
 from sglang_ext.drafters.realignment import PreviousOutput
 from sglang_ext.drafters.session_outputs import Output, SessionOutputs
 from sglang_ext.request_options import NO_DRAFTER, shown
-from sglang_ext.tree import TokenTree, merged
+from sglang_ext.tree import TokenTree
 
 PARAMETER = "rehearing"
 """The key of custom_params with the name of the audio that is heard again."""
@@ -106,21 +107,22 @@ class RehearingDrafter(Drafter):
             self._other.observe(state.other, tokens)
 
     def verified(self, request: DraftRequest, tree: TokenTree, predicted: Sequence[int]) -> None:
-        """The other drafter learns from what the target said, where the draft was its own."""
+        """The other drafter learns from what the target said of its draft."""
         state = self._state(request)
         alone = not state.previous.tokens
         if self._other is not None and state.started and state.other is not None and alone:
             self._other.verified(state.other, tree, predicted)
 
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
-        """The rest of the last hypothesis; where it is none, realigned and the other drafter's."""
+        """The rest of the last hypothesis, realigned where it went wrong; of new audio, the other
+        drafter's."""
         trees = [self._state(r).previous.drafts(max_nodes) for r in requests]
-        rows = [i for i, r in enumerate(requests) if not r.state.previous.expected()]
+        rows = [i for i, r in enumerate(requests) if not r.state.previous.tokens]
         if self._other is not None and rows:
             others = [self._asked(requests[i]) for i in rows]
             found = self._other.propose(others, max_nodes)
             for i, tree in zip(rows, found, strict=True):
-                trees[i] = merged([trees[i], tree], max_nodes) if len(trees[i]) else tree
+                trees[i] = tree
         return trees
 
     def finish(self, request: DraftRequest, completed: bool) -> None:

@@ -244,7 +244,7 @@ def _decoder(
 ) -> WindowDecoder:
     params = {} if namespace == DEFAULT_NAMESPACE else {"namespace": namespace}
     rehears = PARAMETER in backend.options.loaded_drafters()
-    return WindowDecoder(backend.engine, settings, before, params, rehears)
+    return WindowDecoder(backend.engine, settings, before, params, rehears, backend.guided)
 
 
 def _too_many(error: ApiError) -> ApiError:

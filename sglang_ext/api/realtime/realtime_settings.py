@@ -82,7 +82,7 @@ class LivePolicy:
     name: str = LOCAL_AGREEMENT
     frames: int = 20
     step_s: float = 0.0
-    padding_s: float = 3.0
+    padding_s: float = 7.0
 
     @property
     def steps(self) -> float:

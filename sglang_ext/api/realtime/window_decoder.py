@@ -16,14 +16,18 @@ from sglang_ext.drafters.rehearing import PARAMETER
 from sglang_ext.request_options import MOST_FRAMES
 from sglang_ext.step.token_info import FRAMES
 from sglang_ext.whisper.audio_context import PARAMETER as AUDIO_CTX
+from speech.audio import SAMPLE_RATE
 from speech.chunks import FRAME_S, Chunk, ChunkOptions, single_chunk
+from speech.hypotheses import Span, Token
 from speech.prompts import WhisperVocabulary
 from speech.segments import Segment
-from speech.streaming import Span, Window
+from speech.streaming import Window
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
+# Whisper's own limit: 448 tokens for 30 seconds.
+_MOST_TOKENS, _MOST_TOKENS_A_SECOND = 12, 15
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class WindowDecoder:
         params: custom_params of every request.
         rehears: whether the server drafts with what the same audio was heard as before
             (drafters/rehearing.py).
+        attends: whether it tells what tokens attend to (step/attended_frames.py).
     """
 
     def __init__(
@@ -56,9 +61,12 @@ class WindowDecoder:
         before: str,
         params: Mapping[str, Any],
         rehears: bool = False,
+        attends: bool = False,
     ):
+        self._attends = attends
         self._rehears = rehears
         self._hearing = (-1.0, "")  # where the audio begins that is heard again, and its name
+        self._written = (-1.0, 0, 0)  # of the last hypothesis: its start, samples, tokens
         self._engine = engine
         self._settings = settings
         self._before = before
@@ -98,10 +106,20 @@ class WindowDecoder:
             task=self._settings.task,
         )
         deltas: Deltas = asyncio.Queue()
-        result = await ChunkDecoder(self._engine, request, None).decode(
-            chunk, self.language, deltas
-        )
+        decoder = ChunkDecoder(self._engine, request, None, self._most_tokens(window))
+        result = await decoder.decode(chunk, self.language, deltas)
+        if not window.final:
+            self._written = window.start, len(window.samples), max(map(len, result.token_ids))
         return [_span(segment, self._engine.vocabulary) for segment in result.segments]
+
+    def _most_tokens(self, window: Window) -> int:
+        """So many tokens may a hypothesis have: what runs on, as Whisper does where speech breaks
+        off, holds the next one up."""
+        start, samples, tokens = self._written
+        if start != window.start:
+            samples = tokens = 0
+        fresh = (len(window.samples) - samples) / SAMPLE_RATE
+        return tokens + math.ceil(_MOST_TOKENS + _MOST_TOKENS_A_SECOND * fresh)
 
     def _params_of(self, window: Window, chunk: Chunk) -> dict[str, Any]:
         params = dict(self._params)
@@ -109,7 +127,7 @@ class WindowDecoder:
             params["ingest"] = False
             heard = chunk.duration + self._settings.policy.padding_s
             params[AUDIO_CTX] = min(math.ceil(heard / FRAME_S), MOST_FRAMES)
-        if window.guided:
+        if self._attends:
             params[FRAMES] = MOST_FRAMES
         if self._rehears:
             start, name = self._hearing
@@ -121,13 +139,15 @@ class WindowDecoder:
 
 
 def _span(segment: Segment, vocabulary: WhisperVocabulary) -> Span:
-    """A segment with what its tokens attend to; one that ends in the middle of a character counts
-    to that character."""
-    looks, said = [], b""
-    for token, second in zip(segment.tokens, segment.looks, strict=False):
+    """A segment with its tokens; one that ends in the middle of a character counts to that
+    character."""
+    tokens, said = [], b""
+    unknown = (math.nan,) * len(segment.tokens)
+    looks, logprobs = segment.looks or unknown, segment.logprobs or unknown
+    for token, look, logprob in zip(segment.tokens, looks, logprobs, strict=True):
         if token < vocabulary.end:
             said += vocabulary.token_bytes(token)
             whole = said.decode("utf-8", "ignore")
-            looks.append((len(whole) + (len(whole.encode()) < len(said)), second))
-    known = tuple(look for look in looks if not math.isnan(look[1]))
-    return Span(segment.start, segment.end, segment.text, known)
+            end = len(whole) + (len(whole.encode()) < len(said))
+            tokens.append(Token(end, look, logprob))
+    return Span(segment.start, segment.end, segment.text, tuple(tokens))

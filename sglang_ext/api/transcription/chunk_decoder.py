@@ -81,9 +81,17 @@ class ChunkDecoder:
 
     Args:
         aligner: for word timestamps; None where the request asks for none.
+        most_tokens: of a pass over a chunk or a part of it; None: as many as Whisper can write.
     """
 
-    def __init__(self, engine: WhisperEngine, request: DecodeRequest, aligner: Aligner | None):
+    def __init__(
+        self,
+        engine: WhisperEngine,
+        request: DecodeRequest,
+        aligner: Aligner | None,
+        most_tokens: int | None = None,
+    ):
+        self._most_tokens = most_tokens
         self._engine = engine
         self._request = request
         self._aligner = aligner
@@ -180,7 +188,12 @@ class ChunkDecoder:
     ) -> Decoded:
         emitted, decoded = "", None
         async for decoded in self._engine.decode(
-            chunk, prompt, temperature, self._request.custom_params, stream=self._live
+            chunk,
+            prompt,
+            temperature,
+            self._request.custom_params,
+            stream=self._live,
+            most_tokens=self._most_tokens,
         ):
             if not self._live:
                 continue

@@ -13,6 +13,8 @@ from speech.chunks import FRAME_S, Chunk
 from speech.prompts import WhisperVocabulary
 from speech.segments import Decoded
 
+_SINK_FRAMES = 1  # tokens that look at one place differ by so much
+
 
 class WhisperEngine:
     """The served Whisper.
@@ -66,19 +68,22 @@ class WhisperEngine:
         temperature: float,
         custom_params: Mapping[str, Any],
         stream: bool = False,
+        most_tokens: int | None = None,
     ) -> AsyncIterator[Decoded]:
         """What the model writes for a chunk: all so far, again and again; else once, at the end.
 
         Args:
             custom_params: of the request; `attended_frames` is cut to what the chunk has.
+            most_tokens: it is cut off behind so many; None: where Whisper's context ends.
 
         Raises:
             ApiError: SGLang aborted the request.
             ValueError: SGLang refuses it, for its custom_params for instance.
         """
+        most = self.context - len(prompt)
         sampling = {
             "temperature": temperature,
-            "max_new_tokens": self.context - len(prompt),
+            "max_new_tokens": most if most_tokens is None else min(most, most_tokens),
             "custom_params": _params_of(chunk, custom_params) or None,
         }
         encoded = custom_params.get(AUDIO_CTX, self._encoder_tokens)
@@ -115,7 +120,13 @@ class WhisperEngine:
         if len(frames) != len(tokens):
             return ()
         end = self.vocabulary.end
-        return tuple(f for f, token in zip(frames, tokens, strict=True) if token != end)
+        # <|endoftext|> looks at where a token does that is written from no sound.
+        sink = frames[tokens.index(end)] if end in tokens else -_SINK_FRAMES - 1
+        return tuple(
+            -1 if abs(frame - sink) <= _SINK_FRAMES else frame
+            for frame, token in zip(frames, tokens, strict=True)
+            if token != end
+        )
 
     def _request(
         self, chunk: Chunk, prompt: list[int], sampling: dict[str, Any], **more: Any

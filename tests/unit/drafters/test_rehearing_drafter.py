@@ -85,22 +85,20 @@ def test_the_last_hypothesis_is_drafted_from_the_prompt_on(drafter, other):
     assert drafter.counters == {"hypotheses": 1, "drafted_hypotheses": 1}
 
 
-def test_behind_it_and_beside_a_disagreement_the_other_drafter_drafts(drafter, other):
+def test_beside_a_hypothesis_the_other_drafter_is_not_asked(drafter, other):
     heard(drafter, OLD)
+    told = list(other.told)
     again = request("second")
     drafter.prefill([again])
     again.output.extend([10, 77])
     drafter.start(again)
     tree = drafter.propose([again], 16)[0]
-    assert {12, 50} <= set(tree.tokens.tolist())
-    assert ("start", "second", None, [10, 77]) in other.told
+    assert 12 in tree.tokens.tolist()  # realigned
     again.output.extend([50])
     drafter.observe(again, [50])
-    assert other.told[-1] == ("observe", "second", [50])
     drafter.verified(again, tree, [1] * (len(tree) + 1))
-    assert ("verified", "second") not in other.told  # the tree was not its own
     drafter.finish(again, False)
-    assert other.told[-1] == ("finish", "second", False)
+    assert other.told == told
 
 
 def test_new_audio_is_the_other_drafters_from_the_prefill_on(drafter, other):

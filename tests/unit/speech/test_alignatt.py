@@ -1,6 +1,7 @@
 """AlignAtt over made attention, and over a Whisper's that was recorded."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from speech.agreement import CommitPolicy, LocalAgreement, split_words
 from speech.alignatt import AlignAtt
 from speech.audio import SAMPLE_RATE
-from speech.hypotheses import timed_words
+from speech.hypotheses import Token, timed_words
 from speech.streaming import Span, StreamingRecognizer, StreamOptions, Update, Window
 from tests.unit.speech.test_streaming import TALK, Speaker, recognise, said, speak
 
@@ -17,9 +18,16 @@ from tests.unit.speech.test_streaming import TALK, Speaker, recognise, said, spe
 RECORDED = json.loads((Path(__file__).parent / "recorded_looks.json").read_text())
 
 
-def hear(policy: CommitPolicy, text: str, *behind: float | None, last: bool = False) -> str:
+def hear(
+    policy: CommitPolicy,
+    text: str,
+    *behind: float | None,
+    last: bool = False,
+    unsure: Sequence[int] = (),
+) -> str:
     words = split_words(text)
-    first, end = policy.hear(words, last, behind)
+    sure = [place not in unsure for place in range(len(words))]
+    first, end = policy.hear(words, last, behind, sure)
     return "".join(words[first:end]).strip()
 
 
@@ -33,23 +41,44 @@ def test_words_are_committed_up_to_the_first_that_attends_to_the_end():
 
 def test_at_the_limit_a_word_is_committed_whatever_the_rounding():
     for heard in (0.3, 1.1, 7.7, 28.02):
-        assert hear(AlignAtt(10), "so", heard - (heard - 0.2)) == "so"
-        assert hear(AlignAtt(11), "so", heard - (heard - 0.2)) == ""
+        behind = heard - (heard - 0.2)
+        assert hear(AlignAtt(10), "so my", behind, 0.1) == "so"
+        assert hear(AlignAtt(11), "so my", behind, 0.1) == ""
+
+
+def test_a_last_word_may_be_the_beginning_of_a_longer_one():
+    assert hear(AlignAtt(10), "at present concern", 1.2, 0.9, 0.6) == "at present"
+    assert hear(AlignAtt(10), "at present concern", 1.3, 1.0, 0.7) == "at present concern"
+
+
+def test_a_word_that_is_not_sure_waits_until_it_was_heard_twice():
+    policy = AlignAtt(10)
+    assert hear(policy, "metal letters made justly", 2, 1.5, 1.2, 0.6, unsure=[2]) == (
+        "metal letters"
+    )
+    assert hear(policy, "metal letters may justly", 2.5, 2, 1.7, 1.1, unsure=[2]) == ""
+    # The second time, and not before it lies further behind.
+    assert hear(policy, "metal letters may justly be", 3, 2.5, 0.6, 0.5, 0.1, unsure=[2]) == ""
+    assert hear(policy, "metal letters may justly be", 3, 2.5, 2.2, 1.6, 0.1, unsure=[2]) == (
+        "may justly"
+    )
 
 
 def test_what_is_not_known_waits_and_the_last_hypothesis_does_not():
     policy = AlignAtt(0)
-    assert hear(policy, "And so my", 1.0, None, 1.0) == "And"
+    assert hear(policy, "And so my fellow", 1.0, None, None, 0.1) == "And"
     assert hear(policy, "And so") == ""
-    assert hear(policy, "And so my", last=True) == "so my"
+    # What comes behind it has passed, and so has it.
+    assert hear(policy, "And so my fellow", 1.5, None, 1.0, 0.1) == "so my"
+    assert hear(policy, "And so my fellow", last=True) == "fellow"
 
 
 def test_reworded_words_are_not_committed_again():
     policy = AlignAtt(5)
-    assert hear(policy, "ask not what your", 1, 1, 1, 0.5) == "ask not what your"
-    assert hear(policy, "asked not what the country", 2, 2, 2, 2, 0.2) == "country"
+    assert hear(policy, "ask not what your", 1, 1, 1, 0.9) == "ask not what your"
+    assert hear(policy, "asked not what the country", 2, 2, 2, 2, 0.7) == "country"
     policy.forget(split_words("Asked not, what"))
-    assert hear(policy, "the country can", 2, 2, 0.1) == "can"
+    assert hear(policy, "the country can", 2, 2, 0.9) == "can"
 
 
 def test_a_limit_below_zero_is_refused():
@@ -62,14 +91,14 @@ class Attentive(Speaker):
 
     async def transcribe(self, window: Window) -> list[Span] | None:
         found = await super().transcribe(window) or []
-        return [self._looking(span, window) for span in found] if window.guided else found
+        return [self._looking(span, window) for span in found]
 
     def _looking(self, span: Span, window: Window) -> Span:
         looks, done = [], 0
         said = {word: (start + end) / 2 - window.start for word, start, end in self.words}
         for word in split_words(span.text):
             done += len(word)
-            looks.append((done, said.get(word.strip(), len(window.samples) / SAMPLE_RATE)))
+            looks.append(Token(done, said.get(word.strip(), len(window.samples) / SAMPLE_RATE)))
         return Span(span.start, span.end, span.text, tuple(looks))
 
 
@@ -111,17 +140,6 @@ def lateness(updates: list[Update], speaker: Speaker) -> float:
     return sum(h - e for h, e in zip(heard, ends, strict=True)) / len(ends)
 
 
-def test_only_windows_that_are_heard_again_ask_for_attention():
-    speaker = unlike(36)
-    speaker.seconds = speaker.words[-1][2] + 0.05  # too soon for the last hypothesis to be the last
-    recognise(speaker, guided(5))
-    asked = {window.final: window.guided for window in speaker.windows}
-    assert asked == {False: True, True: False}
-    speaker.windows.clear()
-    recognise(speaker)
-    assert not any(window.guided for window in speaker.windows)
-
-
 async def _nothing(window: Window) -> list[Span]:
     return []
 
@@ -129,7 +147,7 @@ async def _nothing(window: Window) -> list[Span]:
 def words_of(text: str, looks: list[list[float]]) -> list[tuple[str, float | None]]:
     recognizer = StreamingRecognizer(_nothing, detector=Silence())
     window = Window(recognizer._audio.first(0), 10.0, "", False, recognizer._audio.probabilities)
-    span = Span(0.0, 1.0, text, tuple((int(end), second) for end, second in looks))
+    span = Span(0.0, 1.0, text, tuple(Token(int(end), second) for end, second in looks))
     update = recognizer._outcome(window, 0, [span])
     assert update is not None
     return [(word.text, word.look) for word in update.unstable]
@@ -168,7 +186,9 @@ def settled(policy: CommitPolicy, hypotheses: list[dict[str, Any]]) -> list[tupl
     """Each word, and how much audio had been heard when it was settled."""
     made = []
     for heard in hypotheses:
-        span = Span(0.0, 1.0, heard["text"], tuple((end, second) for end, second in heard["looks"]))
+        span = Span(
+            0.0, 1.0, heard["text"], tuple(Token(end, second) for end, second in heard["looks"])
+        )
         words, _ = timed_words([span], 0.0)
         behind = [None if word.look is None else heard["seconds"] - word.look for word in words]
         first, end = policy.hear([word.text for word in words], False, behind)

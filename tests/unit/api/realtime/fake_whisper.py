@@ -65,6 +65,7 @@ class FakeWhisper:
         fault: raised by each request.
         tells: whether it tells which frames words attend to: their ends.
         calls: custom_params and prompt text of each one.
+        limits: seconds of audio and the most tokens of each one.
         tasks: what each one was asked to do, as its prompt says it.
         aborted: requests that were given up.
     """
@@ -75,6 +76,7 @@ class FakeWhisper:
     fault: Exception | None = None
     tells: bool = True
     calls: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    limits: list[tuple[float, int | None]] = field(default_factory=list)
     tasks: set[str] = field(default_factory=set)
     running: int = 0
     aborted: int = 0
@@ -92,9 +94,12 @@ class FakeWhisper:
         self.detected += 1
         return "de"
 
-    async def decode(self, chunk, prompt, temperature, custom_params, stream=False):
+    async def decode(
+        self, chunk, prompt, temperature, custom_params, stream=False, most_tokens=None
+    ):
         start = prompt.index(self.vocabulary.start)
         self.calls.append((dict(custom_params), self.vocabulary.decode(prompt[:start])))
+        self.limits.append((len(chunk.samples) / 16_000, most_tokens))
         special = self.vocabulary.tokenizer.special_tokens
         self.tasks |= {t for t in ("transcribe", "translate") if special[f"<|{t}|>"] in prompt}
         self.running += 1

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -213,7 +214,7 @@ def test_audio_in_every_format_is_understood(engine, beta, ga, rate):
 
 
 LOCAL = {
-    "step_ms": 1000, "live_policy": "localagreement", "alignatt_frames": 20, "padding_ms": 3000,
+    "step_ms": 1000, "live_policy": "localagreement", "alignatt_frames": 20, "padding_ms": 7000,
     "view": None,
 }  # fmt: skip
 GA_KIND, BETA_KIND = "session.update", "transcription_session.update"
@@ -295,8 +296,31 @@ def test_words_that_attend_to_what_has_passed_come_from_one_hypothesis(engine):
             tails = [e for e in wire.told if e["type"] == TAIL]
             shown[policy] = [len(e["words"]) for e in tails][:3]
     assert shown["localagreement"][0] == 0 < shown["alignatt"][0]
-    asked = [params.get("attended_frames") for params, _ in engine.calls]
-    assert asked.count(1500) >= 3 and asked[0] is None and asked[-1] is None
+    assert {params.get("attended_frames") for params, _ in engine.calls} == {1500}
+
+
+def test_what_runs_on_is_cut_off(engine):
+    """A hypothesis gets so many tokens as the last one had and as can be said since."""
+    with connected(backend(engine)) as wire:
+        wire.update(MANUAL)
+        for word in WORDS:
+            wire.say([word])
+            wire.portal.call(asyncio.sleep, 0.02)
+        wire.send("input_audio_buffer.commit")
+        wire.until(COMPLETED)
+    seconds, most = zip(*engine.limits, strict=True)
+    assert most[0] <= 12 + 15 * seconds[0] + 1
+    fresh = [b - a for a, b in itertools.pairwise(seconds)]
+    assert all(limit <= len(WORDS) * 3 + 13 + 15 * s for limit, s in zip(most[1:], fresh))
+
+
+def test_a_server_that_cannot_read_attention_is_not_asked_to(engine):
+    with connected(backend(engine)) as wire:
+        wire.update(MANUAL)
+        wire.say(WORDS)
+        wire.send("input_audio_buffer.commit")
+        wire.until(COMPLETED)
+    assert not any("attended_frames" in params for params, _ in engine.calls)
 
 
 def test_a_whisper_that_tells_nothing_still_says_all_at_the_end(engine):

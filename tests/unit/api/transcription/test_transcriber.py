@@ -51,7 +51,7 @@ class Engine:
 
     async def decode(
         self, chunk: Chunk, prompt: list[int], temperature: float, custom_params: Any,
-        stream: bool = False,
+        stream: bool = False, most_tokens: int | None = None,
     ) -> AsyncIterator[Decoded]:  # fmt: skip
         self.running += 1
         self.most = max(self.most, self.running)
