@@ -8,17 +8,17 @@ step of --step-ms; and AlignAtt as the server has it by default.
 
 display_*_s: seconds from the end of a word in the audio (the file route's word times) to the delta
 that shows it, of one stream with AlignAtt (--policy localagreement: with the shorter step, where a
-server cannot read attention); one_second_display_*_s, padded_display_*_s and
-short_step_display_*_s of the others; policy_speedup_p50 is one_second_display_p50_s by
-display_p50_s, policy_speedup_padded_p50 padded_display_p50_s by it. display_*_s_N: N streams at
-once. wer_live (of the first), wer_one_second, wer_padded, wer_short_step and wer_file: word errors
-against the references, of one stream and of the file route, which gets each clip as its format
-carries it (G.711 has 8 kHz); wer_points: what wer_live is beyond wer_one_second, in points.
-delta_mismatches: items whose deltas are not their transcript, byte for byte. lost_words: of runs of
-four and more that the file route has and a stream has nothing for. errors: error events and failed
-items. silence_words: invented in a silence. bad_input_failures: wrong clients that got neither an
-error nor a reason, while a stream went on. closed_frees_s: from a closed socket to no request
-running.
+server cannot read attention); one_second_display_*_s, padded_display_*_s and short_step_display_*_s
+of the others; policy_speedup_p50 is one_second_display_p50_s by display_p50_s,
+policy_speedup_padded_p50 padded_display_p50_s by it. display_*_s_N: N streams at once, for
+--minutes, heard by --streams-model; streamed_clips, how many clips. wer_live (of the first),
+wer_one_second, wer_padded, wer_short_step and wer_file: word errors against the references, of one
+stream and of the file route, which gets each clip as its format carries it (G.711 has 8 kHz);
+wer_points: what wer_live is beyond wer_one_second, in points. delta_mismatches: items whose deltas
+are not their transcript, byte for byte. lost_words: of runs of four and more that the file route
+has and a stream has nothing for. errors: error events and failed items. silence_words: invented in
+a silence. bad_input_failures: wrong clients that got neither an error nor a reason, while a stream
+went on. closed_frees_s: from a closed socket to no request running.
 
 Translation (scripts/lib/live_translations.py): the clips as one recording, once with what is not
 settled and once with finished sentences only. ne_live, ne_live_finished: normalized erasure of what
@@ -28,13 +28,15 @@ updates; translation_errors: error events. The translator is the smallest model 
 translates: what SmolLM2-135M rewrites is its own (ne_live 0.44 of three clips).
 
     python -m scripts.bench_live [--model M] [--draft D|none] [--translate-model T|none]
-        [--language L] [--audio DIR] [--streams 1,8] [--step-ms 500]
-        [--policy alignatt|localagreement] [--quick] [--json FILE]
+        [--language L] [--audio DIR] [--streams 8] [--streams-model M] [--minutes 5]
+        [--step-ms 500] [--policy alignatt|localagreement] [--quick] [--json FILE]
 """
 
 import argparse
 import asyncio
+import itertools
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +67,7 @@ PADDED: Mapping[str, Any] = {"live_policy": "localagreement", "step_ms": 1000}
 ONE_SECOND: Mapping[str, Any] = {**PADDED, "padding_ms": 30_000}
 CLIPS, QUICK_CLIPS = 10, 3
 SILENCE_S, QUICK_SILENCE_S = 600.0, 20.0
+MINUTES = 5.0
 PAUSE_S = 0.8
 MOST_NE = 0.2
 
@@ -113,15 +116,20 @@ class Bench:
                 made[name].runs.append((index, await self._stream(index, policy)))
         return made
 
-    async def at_once(self, streams: int, policy: Mapping[str, Any]) -> Streams:
-        """Every clip once, so many at a time."""
-        free, made = asyncio.Semaphore(streams), Streams()
+    async def at_once(self, streams: int, policy: Mapping[str, Any], seconds: float) -> Streams:
+        """So many streams, each of one clip after another, begun until so many seconds are over;
+        each clip once at least."""
+        made, ends = Streams(), time.monotonic() + seconds
+        order = itertools.count()
 
-        async def one(index: int) -> None:
-            async with free:
+        async def one() -> None:
+            for place in order:  # whoever is free takes the next
+                if place >= len(self.clips) and time.monotonic() > ends:
+                    return
+                index = place % len(self.clips)
                 made.runs.append((index, await self._stream(index, policy)))
 
-        await asyncio.gather(*map(one, range(len(self.clips))))
+        await asyncio.gather(*(one() for _ in range(streams)))
         return made
 
     async def _stream(self, index: int, policy: Mapping[str, Any]) -> LiveRun:
@@ -230,7 +238,18 @@ def main() -> int:
     )
     args.add_argument("--language", default="fr", metavar="L", help="[%(default)s]")
     args.add_argument("--audio", type=Path, default=FOLDER, metavar="DIR", help="[%(default)s]")
-    args.add_argument("--streams", default="1,8", metavar="N,N", help="at once [%(default)s]")
+    args.add_argument(
+        "--streams", type=int, default=8, metavar="N", help="at once; 1: none are [%(default)s]"
+    )
+    args.add_argument(
+        "--streams-model",
+        default="whisper-tiny.en",
+        metavar="M",
+        help="that hears the streams at once [%(default)s]",
+    )
+    args.add_argument(
+        "--minutes", type=float, metavar="M", help="of streams at once [5; --quick: a clip each]"
+    )
     args.add_argument("--step-ms", type=int, default=500, metavar="MS", help="[%(default)s]")
     args.add_argument(
         "--policy",
@@ -241,19 +260,27 @@ def main() -> int:
     options = args.parse_args()
     model = options.model or ("whisper-tiny.en" if options.quick else "whisper-base")
     draft = options.draft or ("none" if options.quick else "whisper-tiny.en")
-    counts = [int(n) for n in options.streams.split(",")]
-    if options.quick:
-        counts = [min(n, QUICK_CLIPS) for n in counts]
+    minutes = options.minutes or (0.0 if options.quick else MINUTES)
+    streams = min(options.streams, QUICK_CLIPS) if options.quick else options.streams
     clips = [clip for clip in read_clips(options.audio) if clip.reference]
     clips = clips[: QUICK_CLIPS if options.quick else CLIPS]
     flags = ["--speculative-algorithm", "SSSD", "--api-key", KEY]
     flags += ["--drafter", "none"] if draft == "none" else ["--draft-model", draft]
+    short = {"live_policy": "localagreement", "step_ms": options.step_ms}
+    tried = {"live_policy": "alignatt"} if options.policy == "alignatt" else short
     with Server(model, flags, name="live") as server:
         bench = Bench(server, clips)
         silence_s = QUICK_SILENCE_S if options.quick else SILENCE_S
-        short = {"live_policy": "localagreement", "step_ms": options.step_ms}
-        tried = {"live_policy": "alignatt"} if options.policy == "alignatt" else short
-        figures = asyncio.run(measured(bench, counts, short, tried, silence_s))
+        figures, streamed = asyncio.run(measured(bench, short, tried, silence_s))
+    if streams > 1:
+        plain = ["--speculative-algorithm", "SSSD", "--api-key", KEY, "--drafter", "none"]
+        with Server(options.streams_model, plain, name="streams") as server:
+            bench = Bench(server, clips)
+            crowd = asyncio.run(bench.at_once(streams, tried, 60 * minutes))
+            figures |= delays(f"_{streams}", crowd.delays(bench.heard))
+            figures["streamed_clips"] = len(crowd.runs)
+            streamed += [(run, bench.heard[i].text) for i, run in crowd.runs]
+    figures |= faults(streamed)
     wrong = ("delta_mismatches", "errors", "lost_words", "silence_words", "bad_input_failures")
     failed = any(figures[name] for name in wrong) or not figures["words_timed"]
     if options.translate_model != "none":
@@ -302,39 +329,42 @@ async def compared(
     return figures, list(made.values())
 
 
+Streamed = list[tuple[LiveRun, str]]
+"""Runs, each with what the file route makes of its audio."""
+
+
 async def measured(
-    bench: Bench,
-    counts: Sequence[int],
-    short: Mapping[str, Any],
-    tried: Mapping[str, Any],
-    silence_s: float,
-) -> dict[str, float]:
-    """All figures.
+    bench: Bench, short: Mapping[str, Any], tried: Mapping[str, Any], silence_s: float
+) -> tuple[dict[str, float], Streamed]:
+    """The figures of one stream, a silence and wrong clients, and all that was streamed.
 
     Args:
-        counts: streams at once; one stream is measured in any case.
         short, tried: policies (`session.sglang_ext`) beside LocalAgreement-2 at one second.
     """
     figures, every = await compared(bench, short, tried)
-    heard = bench.heard
-    for count in counts:
-        if count != 1:
-            every.append(await bench.at_once(count, tried))
-            figures |= delays(f"_{count}", every[-1].delays(heard))
     silent = await bench.silence(silence_s)
     failed, freed_s, beside = await bench.hostile()
-    runs = [*(made for streams in every for made in streams.runs), (0, beside)]
-    errors = [message for _, run in [*runs, (0, silent)] for message in run.errors]
-    for message in (*errors, *failed):
+    for message in failed:
         print("failed:", message)
-    return figures | {
-        "lag_most_s": max(lag for _, run in runs for lag in run.lags),
-        "delta_mismatches": sum(run.mismatches for _, run in runs),
-        "lost_words": sum(lost_words(run, heard[i].text) for i, run in runs),
-        "errors": len(errors),
+    runs = [*(made for streams in every for made in streams.runs), (0, beside)]
+    figures |= {
         "silence_words": len(silent.text.split()),
         "bad_input_failures": len(failed),
         "closed_frees_s": freed_s,
+    }
+    return figures, [*((run, bench.heard[i].text) for i, run in runs), (silent, "")]
+
+
+def faults(streamed: Streamed) -> dict[str, float]:
+    """What went wrong in streams, and how far behind one was."""
+    errors = [message for run, _ in streamed for message in run.errors]
+    for message in errors:
+        print("failed:", message)
+    return {
+        "lag_most_s": max(lag for run, _ in streamed for lag in run.lags),
+        "delta_mismatches": sum(run.mismatches for run, _ in streamed),
+        "lost_words": sum(lost_words(run, text) for run, text in streamed),
+        "errors": len(errors),
     }
 
 

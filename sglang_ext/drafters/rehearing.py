@@ -3,8 +3,8 @@
 What SSBD does for translations (arXiv 2509.21740), without its bias: a window of live audio is
 transcribed again whenever it has grown, and says mostly what it said before. Behind a disagreement
 the last hypothesis is realigned (realignment.py). Audio that was not heard before is the server's
-own drafter's, as SpecASR; behind a hypothesis it is not asked, as there are a few new words, and its
-encoder takes longer than they do. The output is plain decoding's.
+own drafter's, as SpecASR; behind a hypothesis it is not asked: its encoder takes longer than the
+few new words. The output is plain decoding's.
 """
 
 import dataclasses

@@ -186,9 +186,7 @@ def settled(policy: CommitPolicy, hypotheses: list[dict[str, Any]]) -> list[tupl
     """Each word, and how much audio had been heard when it was settled."""
     made = []
     for heard in hypotheses:
-        span = Span(
-            0.0, 1.0, heard["text"], tuple(Token(end, second) for end, second in heard["looks"])
-        )
+        span = Span(0.0, 1.0, heard["text"], tuple(Token(*look) for look in heard["looks"]))
         words, _ = timed_words([span], 0.0)
         behind = [None if word.look is None else heard["seconds"] - word.look for word in words]
         first, end = policy.hear([word.text for word in words], False, behind)

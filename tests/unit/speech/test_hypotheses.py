@@ -8,7 +8,7 @@ RECORDED = [
     Word(" form", 0, 7.52),
     Word(" letterpress,", 0, 8.26),
     Word(" you", 0, 8.84),
-    *(Word(f" {word}", 0) for word in ("can find the link in the description.").split()),
+    *(Word(word, 0) for word in (" can", " find", " the", " link", " in", " the", " description.")),
 ]
 SPOKEN = 8.62
 

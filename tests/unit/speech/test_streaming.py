@@ -252,6 +252,15 @@ def test_the_step_sets_how_often_it_is_transcribed():
     assert np.diff(ends) == pytest.approx(2.0, abs=0.15)
 
 
+def test_so_much_speech_is_transcribed_the_first_time_whatever_the_step():
+    speaker = speak(TALK)
+    recognise(speaker, StreamOptions(step_s=0.2, least_s=0.8))
+    first, second = speaker.windows[:2]
+    begin = speaker.words[0][1]
+    heard = [w.start + len(w.samples) / SAMPLE_RATE - begin for w in (first, second)]
+    assert 0.7 < heard[0] < 1.0 and heard[1] - heard[0] == pytest.approx(0.2, abs=0.1)
+
+
 def test_the_window_is_cut_at_sentence_ends():
     speaker = speak(TALK)
     recognise(speaker)

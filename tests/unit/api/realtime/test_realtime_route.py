@@ -310,8 +310,8 @@ def test_what_runs_on_is_cut_off(engine):
         wire.until(COMPLETED)
     seconds, most = zip(*engine.limits, strict=True)
     assert most[0] <= 12 + 15 * seconds[0] + 1
-    fresh = [b - a for a, b in itertools.pairwise(seconds)]
-    assert all(limit <= len(WORDS) * 3 + 13 + 15 * s for limit, s in zip(most[1:], fresh))
+    for limit, (heard, more) in zip(most[1:], itertools.pairwise(seconds), strict=True):
+        assert limit <= len(WORDS) * 3 + 13 + 15 * (more - heard)
 
 
 def test_a_server_that_cannot_read_attention_is_not_asked_to(engine):

@@ -67,6 +67,11 @@ def test_frames_are_asked_about_as_far_as_there_is_audio_and_stay_beside_their_t
     assert segment.looks == pytest.approx((100.8, float("nan")), nan_ok=True)
 
 
+def test_a_token_that_looks_where_the_end_of_the_text_does_has_no_place():
+    for frame in (201, 202, 203):
+        assert decoded(Manager(END, [frame, 202, 40]), {"attended_frames": 9}).frames == (-1, 40)
+
+
 @pytest.mark.parametrize("frames", [None, [40]])
 def test_without_a_frame_for_each_token_there_are_none(frames):
     made = decoded(Manager(END, frames), {})
