@@ -111,7 +111,7 @@ def opened(url: str, samples: np.ndarray, rate: int) -> Iterator[Page]:
         port = processes.free_port()
         command = [
             program, "--headless=new", "--no-sandbox", "--no-first-run", "--disable-gpu",
-            "--window-size=1000,760",
+            "--window-size=1000,1000",
             f"--remote-debugging-port={port}", f"--user-data-dir={folder}/profile",
             "--remote-allow-origins=*", "--use-fake-ui-for-media-stream",
             "--use-fake-device-for-media-stream", "--autoplay-policy=no-user-gesture-required",

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import math
 import time
 from typing import Any
 
@@ -13,6 +14,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from scripts.lib.http_client import HTTP
 
 _WAIT_S = 60.0
+_SPOKEN_S = 25.0  # less than a session may hold
+_BYTES_PER_SECOND = 2 * 24_000
 _FLOOD = 100_000
 _REASONS = (1008, 1009)
 
@@ -57,11 +60,13 @@ class Hostile:
         """Seconds from closing a socket to no request running.
 
         Args:
-            data: PCM at 24 kHz, some seconds of speech.
+            data: PCM at 24 kHz, some seconds of speech; it is sent again and again, so that there
+                is a request for some seconds.
         """
         socket = await self._open()
         audio = base64.b64encode(data).decode()
-        await socket.send(json.dumps({"type": "input_audio_buffer.append", "audio": audio}))
+        for _ in range(math.ceil(_SPOKEN_S * _BYTES_PER_SECOND / len(data))):
+            await socket.send(json.dumps({"type": "input_audio_buffer.append", "audio": audio}))
         async with asyncio.timeout(_WAIT_S):
             while not await asyncio.to_thread(self._running):
                 await asyncio.sleep(0.01)
