@@ -273,13 +273,9 @@ def main() -> int:
         silence_s = QUICK_SILENCE_S if options.quick else SILENCE_S
         figures, streamed = asyncio.run(measured(bench, short, tried, silence_s))
     if streams > 1:
-        plain = ["--speculative-algorithm", "SSSD", "--api-key", KEY, "--drafter", "none"]
-        with Server(options.streams_model, plain, name="streams") as server:
-            bench = Bench(server, clips)
-            crowd = asyncio.run(bench.at_once(streams, tried, 60 * minutes))
-            figures |= delays(f"_{streams}", crowd.delays(bench.heard))
-            figures["streamed_clips"] = len(crowd.runs)
-            streamed += [(run, bench.heard[i].text) for i, run in crowd.runs]
+        more, crowd = crowded(options.streams_model, clips, streams, tried, 60 * minutes)
+        figures |= more
+        streamed += crowd
     figures |= faults(streamed)
     wrong = ("delta_mismatches", "errors", "lost_words", "silence_words", "bad_input_failures")
     failed = any(figures[name] for name in wrong) or not figures["words_timed"]
@@ -353,6 +349,18 @@ async def measured(
         "closed_frees_s": freed_s,
     }
     return figures, [*((run, bench.heard[i].text) for i, run in runs), (silent, "")]
+
+
+def crowded(
+    model: str, clips: Sequence[Clip], streams: int, policy: Mapping[str, Any], seconds: float
+) -> tuple[dict[str, float], Streamed]:
+    """The figures of many streams at once, on a server of their own, and all that was streamed."""
+    flags = ["--speculative-algorithm", "SSSD", "--api-key", KEY, "--drafter", "none"]
+    with Server(model, flags, name="streams") as server:
+        bench = Bench(server, clips)
+        runs = asyncio.run(bench.at_once(streams, policy, seconds))
+    figures = delays(f"_{streams}", runs.delays(bench.heard)) | {"streamed_clips": len(runs.runs)}
+    return figures, [(run, bench.heard[i].text) for i, run in runs.runs]
 
 
 def faults(streamed: Streamed) -> dict[str, float]:

@@ -1,10 +1,11 @@
 """Threads that ask servers while a block runs."""
 
 import threading
+from abc import ABC, abstractmethod
 from typing import Self
 
 
-class LoadThreads:
+class LoadThreads(ABC):
     """Runs `run` in so many threads until the block ends.
 
     Attributes:
@@ -15,9 +16,9 @@ class LoadThreads:
         self.ending = threading.Event()
         self._threads = [threading.Thread(target=self.run) for _ in range(count)]
 
+    @abstractmethod
     def run(self) -> None:
         """What each thread does."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         for thread in self._threads:

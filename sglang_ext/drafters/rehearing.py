@@ -109,8 +109,7 @@ class RehearingDrafter(Drafter):
     def verified(self, request: DraftRequest, tree: TokenTree, predicted: Sequence[int]) -> None:
         """The other drafter learns from what the target said of its draft."""
         state = self._state(request)
-        alone = not state.previous.tokens
-        if self._other is not None and state.started and state.other is not None and alone:
+        if self._other is not None and state.started and state.other is not None:
             self._other.verified(state.other, tree, predicted)
 
     def propose(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:

@@ -30,6 +30,22 @@ _RETRY_S = 0.5
 _MOST_TOKENS, _MOST_TOKENS_A_SECOND = 12, 15
 
 
+@dataclass
+class _Hearing:
+    """Audio that is heard again and again.
+
+    Attributes:
+        start: where it begins, in seconds.
+        name: the drafter's.
+        samples, tokens: of the last hypothesis.
+    """
+
+    start: float
+    name: str
+    samples: int = 0
+    tokens: int = 0
+
+
 @dataclass(frozen=True)
 class _WindowRequest:
     """What chunk_decoder.DecodeRequest asks for."""
@@ -51,7 +67,7 @@ class WindowDecoder:
         params: custom_params of every request.
         rehears: whether the server drafts with what the same audio was heard as before
             (drafters/rehearing.py).
-        attends: whether it tells what tokens attend to (step/attended_frames.py).
+        guided: whether it tells what tokens attend to (step/attended_frames.py).
     """
 
     def __init__(
@@ -61,12 +77,11 @@ class WindowDecoder:
         before: str,
         params: Mapping[str, Any],
         rehears: bool = False,
-        attends: bool = False,
+        guided: bool = False,
     ):
-        self._attends = attends
+        self._guided = guided
         self._rehears = rehears
-        self._hearing = (-1.0, "")  # where the audio begins that is heard again, and its name
-        self._written = (-1.0, 0, 0)  # of the last hypothesis: its start, samples, tokens
+        self._hearing = _Hearing(-1.0, "")
         self._engine = engine
         self._settings = settings
         self._before = before
@@ -97,6 +112,8 @@ class WindowDecoder:
             return []
         if self.language is None:
             self.language = await self._engine.detect_language(chunk, self._params)
+        if window.start != self._hearing.start:
+            self._hearing = _Hearing(window.start, str(uuid.uuid4()))
         said = f"{self._before}{window.prompt}".strip()
         request = _WindowRequest(
             prompt=f"{self._settings.prompt} {said}".strip(),
@@ -109,17 +126,15 @@ class WindowDecoder:
         decoder = ChunkDecoder(self._engine, request, None, self._most_tokens(window))
         result = await decoder.decode(chunk, self.language, deltas)
         if not window.final:
-            self._written = window.start, len(window.samples), max(map(len, result.token_ids))
+            self._hearing.samples = len(window.samples)
+            self._hearing.tokens = max(map(len, result.token_ids))
         return [_span(segment, self._engine.vocabulary) for segment in result.segments]
 
     def _most_tokens(self, window: Window) -> int:
         """So many tokens may a hypothesis have: what runs on, as Whisper does where speech breaks
         off, holds the next one up."""
-        start, samples, tokens = self._written
-        if start != window.start:
-            samples = tokens = 0
-        fresh = (len(window.samples) - samples) / SAMPLE_RATE
-        return tokens + math.ceil(_MOST_TOKENS + _MOST_TOKENS_A_SECOND * fresh)
+        fresh = (len(window.samples) - self._hearing.samples) / SAMPLE_RATE
+        return self._hearing.tokens + math.ceil(_MOST_TOKENS + _MOST_TOKENS_A_SECOND * fresh)
 
     def _params_of(self, window: Window, chunk: Chunk) -> dict[str, Any]:
         params = dict(self._params)
@@ -127,14 +142,10 @@ class WindowDecoder:
             params["ingest"] = False
             heard = chunk.duration + self._settings.policy.padding_s
             params[AUDIO_CTX] = min(math.ceil(heard / FRAME_S), MOST_FRAMES)
-        if self._attends:
+        if self._guided:
             params[FRAMES] = MOST_FRAMES
         if self._rehears:
-            start, name = self._hearing
-            if start != window.start:
-                name = str(uuid.uuid4())
-            self._hearing = window.start, name
-            params |= {"drafter": PARAMETER, PARAMETER: name}
+            params |= {"drafter": PARAMETER, PARAMETER: self._hearing.name}
         return params
 
 

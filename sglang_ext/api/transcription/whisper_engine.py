@@ -121,9 +121,12 @@ class WhisperEngine:
             return ()
         end = self.vocabulary.end
         # <|endoftext|> looks at where a token does that is written from no sound.
-        sink = frames[tokens.index(end)] if end in tokens else -_SINK_FRAMES - 1
+        sinks = range(0)
+        if end in tokens:
+            sink = frames[tokens.index(end)]
+            sinks = range(sink - _SINK_FRAMES, sink + _SINK_FRAMES + 1)
         return tuple(
-            -1 if abs(frame - sink) <= _SINK_FRAMES else frame
+            -1 if frame in sinks else frame
             for frame, token in zip(frames, tokens, strict=True)
             if token != end
         )
