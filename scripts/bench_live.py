@@ -29,7 +29,8 @@ translates: what SmolLM2-135M rewrites is its own (ne_live 0.44 of three clips).
 
     python -m scripts.bench_live [--model M] [--draft D|none] [--translate-model T|none]
         [--language L] [--audio DIR] [--streams 8] [--streams-model M] [--minutes 5]
-        [--step-ms 500] [--policy alignatt|localagreement] [--quick] [--json FILE]
+        [--step-ms 500] [--policy alignatt|localagreement] [--cpu-weights int8] [--quick]
+        [--json FILE]
 """
 
 import argparse
@@ -63,9 +64,10 @@ from scripts.lib.word_errors import WordErrors
 from scripts.speech_data import FOLDER, Clip, encode, joined, read_clips
 
 KEY = "live"
+SERVED = ("--speculative-algorithm", "SSSD", "--api-key", KEY)
 PADDED: Mapping[str, Any] = {"live_policy": "localagreement", "step_ms": 1000}
 ONE_SECOND: Mapping[str, Any] = {**PADDED, "padding_ms": 30_000}
-CLIPS, QUICK_CLIPS = 10, 3
+QUICK_CLIPS = 3
 SILENCE_S, QUICK_SILENCE_S = 600.0, 20.0
 MINUTES = 5.0
 PAUSE_S = 0.8
@@ -250,6 +252,12 @@ def main() -> int:
     args.add_argument(
         "--minutes", type=float, metavar="M", help="of streams at once [5; --quick: a clip each]"
     )
+    args.add_argument(
+        "--cpu-weights",
+        default="int8",
+        metavar="FORMAT",
+        help="of all servers, as `sglang-ext captions` starts them [%(default)s]",
+    )
     args.add_argument("--step-ms", type=int, default=500, metavar="MS", help="[%(default)s]")
     args.add_argument(
         "--policy",
@@ -263,9 +271,9 @@ def main() -> int:
     minutes = options.minutes or (0.0 if options.quick else MINUTES)
     streams = min(options.streams, QUICK_CLIPS) if options.quick else options.streams
     clips = [clip for clip in read_clips(options.audio) if clip.reference]
-    clips = clips[: QUICK_CLIPS if options.quick else CLIPS]
-    flags = ["--speculative-algorithm", "SSSD", "--api-key", KEY]
-    flags += ["--drafter", "none"] if draft == "none" else ["--draft-model", draft]
+    clips = clips[:QUICK_CLIPS] if options.quick else clips
+    weights = [*SERVED, "--cpu-weights", options.cpu_weights]
+    flags = [*weights, *(["--drafter", "none"] if draft == "none" else ["--draft-model", draft])]
     short = {"live_policy": "localagreement", "step_ms": options.step_ms}
     tried = {"live_policy": "alignatt"} if options.policy == "alignatt" else short
     with Server(model, flags, name="live") as server:
@@ -273,7 +281,8 @@ def main() -> int:
         silence_s = QUICK_SILENCE_S if options.quick else SILENCE_S
         figures, streamed = asyncio.run(measured(bench, short, tried, silence_s))
     if streams > 1:
-        more, crowd = crowded(options.streams_model, clips, streams, tried, 60 * minutes)
+        plain = [*weights, "--drafter", "none"]
+        more, crowd = crowded(options.streams_model, plain, clips, streams, tried, 60 * minutes)
         figures |= more
         streamed += crowd
     figures |= faults(streamed)
@@ -295,7 +304,7 @@ def translations(
     Args:
         flags: of the Whisper server.
     """
-    ssbd = ["--speculative-algorithm", "SSSD", "--drafters", "ssbd", "--api-key", KEY]
+    ssbd = [*SERVED, "--cpu-weights", options.cpu_weights, "--drafters", "ssbd"]
     with Server(options.translate_model, ssbd, name="text") as text:
         more = ["--translate-with", text.base_url, "--translate-key", KEY]
         with Server(model, [*flags, *more], name="live") as whisper:
@@ -352,10 +361,14 @@ async def measured(
 
 
 def crowded(
-    model: str, clips: Sequence[Clip], streams: int, policy: Mapping[str, Any], seconds: float
+    model: str,
+    flags: Sequence[str],
+    clips: Sequence[Clip],
+    streams: int,
+    policy: Mapping[str, Any],
+    seconds: float,
 ) -> tuple[dict[str, float], Streamed]:
     """The figures of many streams at once, on a server of their own, and all that was streamed."""
-    flags = ["--speculative-algorithm", "SSSD", "--api-key", KEY, "--drafter", "none"]
     with Server(model, flags, name="streams") as server:
         bench = Bench(server, clips)
         runs = asyncio.run(bench.at_once(streams, policy, seconds))

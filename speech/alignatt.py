@@ -13,7 +13,7 @@ needs two.
 import math
 from typing import ClassVar
 
-from speech.agreement import CommitPolicy, same_word
+from speech.agreement import CommitPolicy
 from speech.chunks import FRAME_S
 from speech.hypotheses import REWIND_S
 
@@ -25,8 +25,8 @@ _WAIT_FRAMES = 25
 class AlignAtt(CommitPolicy):
     """Commits words as long as each attends to a place that lies behind the end of the audio.
 
-    A word that the recogniser is not sure of waits for the next hypothesis to say it, too, as in
-    LocalAgreement-2 (not in the papers).
+    A word that the recogniser is not sure of waits until it was heard with care (not in the
+    papers).
 
     Args:
         frames: of the encoder, at least so many must have been heard behind the place.
@@ -42,20 +42,24 @@ class AlignAtt(CommitPolicy):
         if frames < 0:
             raise ValueError(f"AlignAtt holds back 0 frames or more, got {frames}")
         self._frames = frames
-        self._tail: list[str] = []  # the last hypothesis's words behind the committed ones
 
-    def _settled(self, tail: list[str], behind: list[float | None], sure: list[bool]) -> int:
-        settled, nearest = 0, math.inf
-        for place, (word, seconds) in enumerate(zip(tail, behind, strict=True)):
-            again = place < len(self._tail) and same_word(self._tail[place], word)
-            if not (sure[place] or again):
+    def _settled(
+        self, tail: list[str], behind: list[float | None], sure: list[bool], careful: bool
+    ) -> int:
+        settled, nearest, self.doubts = 0, math.inf, False
+        for place, (seconds, certain) in enumerate(zip(behind, sure, strict=True)):
+            last = place == len(tail) - 1
+            waits = last or (careful and not certain)
+            if seconds is not None and not self._passed(seconds, waits, nearest):
                 break
-            if seconds is None:
-                continue  # settled with the next word whose place is known
-            waits = place == len(tail) - 1 or not sure[place]
-            least = self._frames + (_WAIT_FRAMES if waits else 0)
-            if round(seconds / FRAME_S) < least or seconds > nearest + REWIND_S:
+            if not (certain or careful):
+                self.doubts = not last
                 break
-            settled, nearest = place + 1, min(nearest, seconds)
-        self._tail = tail[settled:]
+            if seconds is not None:  # else it is settled with the next word that is known
+                settled, nearest = place + 1, min(nearest, seconds)
         return settled
+
+    def _passed(self, seconds: float, waits: bool, nearest: float) -> bool:
+        """Whether a word's place lies far enough behind, and not a rewind before the others'."""
+        least = self._frames + (_WAIT_FRAMES if waits else 0)
+        return round(seconds / FRAME_S) >= least and seconds <= nearest + REWIND_S

@@ -66,6 +66,7 @@ class Window:
         start: where it begins in the audio, in seconds.
         prompt: what was said before it.
         final: it ends in a silence or with the audio, and will not be transcribed again.
+        careful: words wait for it that the recogniser was not sure of.
         probabilities: float32[frames] of speech, of its frames of 32 ms.
     """
 
@@ -73,6 +74,7 @@ class Window:
     start: float
     prompt: str
     final: bool
+    careful: bool
     probabilities: np.ndarray
 
 
@@ -193,7 +195,8 @@ class StreamingRecognizer:
             return self._window(self._place_to_cut(speech), final=True)
         if self._ended or audio.frames - end >= _frames(options.silence_s):
             frames = min(audio.frames, end + _frames(options.padding_s))
-            if self._heard - audio.origin >= end + _frames(_BEHIND_S):
+            sure = all(map(_sure, self._words[self._settled :]))
+            if sure and self._heard - audio.origin >= end + _frames(_BEHIND_S):
                 return self._settle(frames)
             return self._window(frames, final=True)
         heard = max(self._heard - audio.origin, 0)
@@ -221,7 +224,8 @@ class StreamingRecognizer:
         start = self._audio.origin / FRAMES_PER_SECOND
         probabilities = self._audio.probabilities[:frames]
         samples = self._audio.first(frames)
-        return Window(samples, start, self._prompt, final, probabilities)
+        careful = self._policy.doubts
+        return Window(samples, start, self._prompt, final, careful, probabilities)
 
     def _spoken(self, window: Window) -> float:
         """Where speech ends in a window, in seconds of the audio."""
@@ -257,9 +261,9 @@ class StreamingRecognizer:
         words = without_invented(words, self._spoken(window))
         heard = window.start + len(window.samples) / SAMPLE_RATE
         behind = [None if word.look is None else heard - word.look for word in words]
-        sure = [word.logprob is None or word.logprob >= _SURE for word in words]
+        sure = list(map(_sure, words))
         texts = [word.text for word in words]
-        first, last = self._policy.hear(texts, window.final, behind, sure)
+        first, last = self._policy.hear(texts, window.final, behind, sure, window.careful)
         frames = len(window.samples) // FRAME_SAMPLES
         self._heard = start + frames
         committed, unstable = self._shown(words, first, last, window.final)
@@ -338,6 +342,11 @@ class StreamingRecognizer:
         self.lost_s += dropped / FRAMES_PER_SECOND
         self._begin()
         self._prompt = ""
+
+
+def _sure(word: Word) -> bool:
+    """Whether the recogniser is sure of a word, or does not say."""
+    return word.logprob is None or word.logprob >= _SURE
 
 
 def _frames(seconds: float) -> int:

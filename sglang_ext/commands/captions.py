@@ -197,7 +197,7 @@ def _asr_flags(args: argparse.Namespace) -> list[str]:
     """Flags of a Whisper server that is started here."""
     from sglang_ext.cpu.install import wants_cpu_engine
 
-    flags = shlex.split(args.asr_flags)
+    flags = [*_weights(), *shlex.split(args.asr_flags)]
     if args.draft_model == "none" or not wants_cpu_engine():
         return flags
     return ["--speculative-algorithm", "SSSD", "--draft-model", args.draft_model, *flags]
@@ -205,8 +205,16 @@ def _asr_flags(args: argparse.Namespace) -> list[str]:
 
 def _translate_flags(args: argparse.Namespace) -> list[str]:
     """Flags of a text server that is started here."""
-    flags = ["--speculative-algorithm", "SSSD", "--drafters", "ssbd"]
+    flags = [*_weights(), "--speculative-algorithm", "SSSD", "--drafters", "ssbd"]
     return flags + shlex.split(args.translate_flags)
+
+
+def _weights() -> list[str]:
+    """Flags for live speech on a CPU, where a moment counts more than fp32's last bits."""
+    from sglang_ext.cpu.install import wants_cpu_engine
+
+    chosen = "SGLANG_EXT_CPU_WEIGHTS" in os.environ or not wants_cpu_engine()
+    return [] if chosen else ["--cpu-weights", "int8"]
 
 
 def _base(url: str) -> str:

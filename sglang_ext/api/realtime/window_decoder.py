@@ -26,8 +26,8 @@ from speech.streaming import Window
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
-# Whisper's own limit: 448 tokens for 30 seconds.
-_MOST_TOKENS, _MOST_TOKENS_A_SECOND = 12, 15
+_MOST_TOKENS, _MOST_TOKENS_A_SECOND = 8, 10
+_CAREFUL = 2  # times the silence: Whisper hears better in longer windows
 
 
 @dataclass
@@ -133,15 +133,17 @@ class WindowDecoder:
     def _most_tokens(self, window: Window) -> int:
         """So many tokens may a hypothesis have: what runs on, as Whisper does where speech breaks
         off, holds the next one up."""
-        fresh = (len(window.samples) - self._hearing.samples) / SAMPLE_RATE
-        return self._hearing.tokens + math.ceil(_MOST_TOKENS + _MOST_TOKENS_A_SECOND * fresh)
+        known = _Hearing(window.start, "") if window.final else self._hearing
+        fresh = (len(window.samples) - known.samples) / SAMPLE_RATE
+        return known.tokens + math.ceil(_MOST_TOKENS + _MOST_TOKENS_A_SECOND * fresh)
 
     def _params_of(self, window: Window, chunk: Chunk) -> dict[str, Any]:
         params = dict(self._params)
         if not window.final:
             params["ingest"] = False
-            heard = chunk.duration + self._settings.policy.padding_s
-            params[AUDIO_CTX] = min(math.ceil(heard / FRAME_S), MOST_FRAMES)
+            silence = self._settings.policy.padding_s * (_CAREFUL if window.careful else 1)
+            heard = math.ceil((chunk.duration + silence) / FRAME_S)
+            params[AUDIO_CTX] = min(heard, MOST_FRAMES)
         if self._guided:
             params[FRAMES] = MOST_FRAMES
         if self._rehears:

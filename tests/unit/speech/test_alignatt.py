@@ -24,10 +24,11 @@ def hear(
     *behind: float | None,
     last: bool = False,
     unsure: Sequence[int] = (),
+    careful: bool = False,
 ) -> str:
     words = split_words(text)
     sure = [place not in unsure for place in range(len(words))]
-    first, end = policy.hear(words, last, behind, sure)
+    first, end = policy.hear(words, last, behind, sure, careful)
     return "".join(words[first:end]).strip()
 
 
@@ -51,17 +52,26 @@ def test_a_last_word_may_be_the_beginning_of_a_longer_one():
     assert hear(AlignAtt(10), "at present concern", 1.3, 1.0, 0.7) == "at present concern"
 
 
-def test_a_word_that_is_not_sure_waits_until_it_was_heard_twice():
+def test_a_word_that_is_not_sure_waits_until_it_was_heard_with_care():
     policy = AlignAtt(10)
-    assert hear(policy, "metal letters made justly", 2, 1.5, 1.2, 0.6, unsure=[2]) == (
-        "metal letters"
-    )
-    assert hear(policy, "metal letters may justly", 2.5, 2, 1.7, 1.1, unsure=[2]) == ""
-    # The second time, and not before it lies further behind.
-    assert hear(policy, "metal letters may justly be", 3, 2.5, 0.6, 0.5, 0.1, unsure=[2]) == ""
-    assert hear(policy, "metal letters may justly be", 3, 2.5, 2.2, 1.6, 0.1, unsure=[2]) == (
-        "may justly"
-    )
+    text = "metal letters made justly"
+    assert hear(policy, text, 2, 1.5, 0.1, 0.1, unsure=[2]) == "metal letters"
+    assert not policy.doubts  # what is still being said may become sure
+    assert hear(policy, text, 2, 1.5, 1.2, 0.6, unsure=[2]) == ""
+    assert policy.doubts
+    text = "metal letters may justly be"
+    # With care, and not before it lies further behind.
+    assert hear(policy, text, 3, 2.5, 0.6, 0.5, 0.1, unsure=[2], careful=True) == ""
+    assert hear(policy, text, 3, 2.5, 2.2, 1.6, 0.1, unsure=[2]) == ""
+    assert policy.doubts
+    assert hear(policy, text, 3, 2.5, 2.2, 1.6, 0.1, unsure=[2], careful=True) == "may justly"
+    assert not policy.doubts
+
+
+def test_a_last_word_is_not_worth_care():
+    policy = AlignAtt(10)
+    assert hear(policy, "metal letters", 2, 1.5, unsure=[1]) == "metal"
+    assert not policy.doubts
 
 
 def test_what_is_not_known_waits_and_the_last_hypothesis_does_not():
@@ -146,7 +156,8 @@ async def _nothing(window: Window) -> list[Span]:
 
 def words_of(text: str, looks: list[list[float]]) -> list[tuple[str, float | None]]:
     recognizer = StreamingRecognizer(_nothing, detector=Silence())
-    window = Window(recognizer._audio.first(0), 10.0, "", False, recognizer._audio.probabilities)
+    audio = recognizer._audio
+    window = Window(audio.first(0), 10.0, "", False, False, audio.probabilities)
     span = Span(0.0, 1.0, text, tuple(Token(int(end), second) for end, second in looks))
     update = recognizer._outcome(window, 0, [span])
     assert update is not None

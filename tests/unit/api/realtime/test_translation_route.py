@@ -91,9 +91,10 @@ class Translated(Wire):
         self.send(APPEND, audio=base64.b64encode(data).decode())
 
     def speak(self, words):
-        """Say words one by one, each when the one before was heard."""
-        for word in words:
-            self.append(pcm(spoken([word], rate=24_000)))
+        """Say words one by one, each when the one before was heard; the first three at once, as
+        of less speech nothing is heard yet."""
+        for said in (words[:3], *([word] for word in words[3:])):
+            self.append(pcm(spoken(said, rate=24_000)))
             self.until(TAIL)
 
     def text(self, kind):
