@@ -288,10 +288,11 @@ class Options:
         16, "chunks of one audio that are decoded at once", low=1, high=1024
     )
     live_policy: str = _option(
-        "localagreement",
+        "auto",
         "when words of live speech are settled: `localagreement`, once two hypotheses agree on "
-        "them; `alignatt`, once they attend to audio that has passed (on the CPU)",
-        choices=("localagreement", "alignatt"),
+        "them; `alignatt`, once they attend to audio that has passed (on the CPU); `auto`, "
+        "alignatt where it can be had",
+        choices=("auto", "localagreement", "alignatt"),
     )
     alignatt_frames: int = _option(
         20,

@@ -34,7 +34,7 @@ from sglang_ext.api.realtime.realtime_socket import (
     SocketSession,
     turn_away,
 )
-from sglang_ext.api.realtime.settings_fields import VIEW_NAME
+from sglang_ext.api.realtime.settings_fields import ALIGNATT, LOCAL_AGREEMENT, VIEW_NAME
 from sglang_ext.api.realtime.translation_session import TranslationSession
 from sglang_ext.api.realtime.translation_settings import TranslationParser
 from sglang_ext.api.realtime.views import Publisher, Views, watch
@@ -220,10 +220,13 @@ class Realtime:
     def _parser(self, parser_type: Callable[..., SettingsParser]) -> SettingsParser:
         backend = self._backend()
         threshold = backend.options.vad_threshold
+        policy = backend.options.live_policy
+        if policy == "auto":
+            policy = ALIGNATT if backend.guided else LOCAL_AGREEMENT
         default = SessionSettings(
             turn_detection=TurnDetection(threshold),
             policy=LivePolicy(
-                backend.options.live_policy,
+                policy,
                 backend.options.alignatt_frames,
                 backend.options.realtime_step_seconds,
                 backend.options.live_padding_seconds,

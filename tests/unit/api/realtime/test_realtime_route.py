@@ -262,6 +262,13 @@ def test_both_shapes_of_settings_are_taken_kept_and_shown(engine):
     assert engine.detected == 1 and "Ask" in engine.calls[0][1]
 
 
+def test_without_a_name_the_policy_is_the_soonest_that_the_server_can(engine):
+    for guided, name, step_ms in ((True, "alignatt", 300), (False, "localagreement", 1000)):
+        with connected(backend(engine, guided=guided)) as wire:
+            now = LOCAL | {"step_ms": step_ms, "live_policy": name}
+            assert wire.session["sglang_ext"] == now
+
+
 def test_a_session_chooses_its_policy_and_keeps_what_it_leaves_out(engine):
     options = {"live_policy": "alignatt", "alignatt_frames": 7}
     with connected(backend(engine, guided=True, options=options)) as wire:
