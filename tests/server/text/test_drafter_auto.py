@@ -103,16 +103,13 @@ def test_what_pays_in_a_namespace_is_what_it_gets(auto_server, prompts):
     """
     (the,) = tokenizer(MODEL)(" the")["input_ids"]
 
-    def ask(namespace: str, rounds: int, **sampling: Any) -> Counter[str]:
-        params = {"namespace": namespace, "ingest": False, "datastore": False}
-        made = []
-        for n in range(rounds):
-            sampling |= {"max_new_tokens": 24, "custom_params": params}
-            made.append(answer(auto_server, prompts[n % len(prompts)], **sampling))
-        return chosen(made[rounds // 2 :])
-
-    wrong = ask("other", 40, logit_bias={str(the): -100.0})
-    assert wrong["sssd"] > 10
+    sampling = {
+        "max_new_tokens": 24, "logit_bias": {str(the): -100.0},
+        "custom_params": {"namespace": "other", "ingest": False, "datastore": False},
+    }  # fmt: skip
+    jobs = [(prompts[n % len(prompts)], sampling) for n in range(20)]
+    answers(auto_server, jobs)  # what it learns by
+    assert chosen(answers(auto_server, jobs))["sssd"] > 10
 
 
 def test_requests_that_say_how_they_are_drafted_for_are_left_alone(auto_server, prompts):
