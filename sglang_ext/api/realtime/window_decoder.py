@@ -26,7 +26,8 @@ from speech.streaming import Window
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
-_MOST_TOKENS, _MOST_TOKENS_A_SECOND = 8, 10
+# Whisper's own limit: 448 tokens for 30 seconds.
+_MOST_TOKENS, _MOST_TOKENS_A_SECOND = 12, 15
 _CAREFUL = 2  # times the silence: Whisper hears better in longer windows
 
 
@@ -130,12 +131,13 @@ class WindowDecoder:
             self._hearing.tokens = max(map(len, result.token_ids))
         return [_span(segment, self._engine.vocabulary) for segment in result.segments]
 
-    def _most_tokens(self, window: Window) -> int:
+    def _most_tokens(self, window: Window) -> int | None:
         """So many tokens may a hypothesis have: what runs on, as Whisper does where speech breaks
-        off, holds the next one up."""
-        known = _Hearing(window.start, "") if window.final else self._hearing
-        fresh = (len(window.samples) - known.samples) / SAMPLE_RATE
-        return known.tokens + math.ceil(_MOST_TOKENS + _MOST_TOKENS_A_SECOND * fresh)
+        off, holds the next one up. The last one has no limit: some scripts take many tokens."""
+        if window.final:
+            return None
+        fresh = (len(window.samples) - self._hearing.samples) / SAMPLE_RATE
+        return self._hearing.tokens + math.ceil(_MOST_TOKENS + _MOST_TOKENS_A_SECOND * fresh)
 
     def _params_of(self, window: Window, chunk: Chunk) -> dict[str, Any]:
         params = dict(self._params)
