@@ -252,11 +252,11 @@ def test_on_a_gpu_a_requests_nodes_read_its_kv_once():
     assert choose_width(probs, each, WIDTHS, contexts).width < wide
 
 
-def test_choosing_a_width_takes_no_more_than_a_millisecond_or_so():
+def test_choosing_a_width_takes_a_small_part_of_a_millisecond():
     probs, cost = [falling(0.7)] * 64, CostModel(GPU)
     took = []
     for _ in range(50):
         start = time.perf_counter()
         choose_width(probs, cost, WIDTHS, [500] * 64)
         took.append(time.perf_counter() - start)
-    assert min(took) < 1.5e-3
+    assert min(took) < 0.3e-3
