@@ -21,8 +21,9 @@ verify: verify_overhead, the time of a verify step of 12 nodes at batch 1 by tha
     layers and attention alone.
 shared: shared_core_ratio_N_busy, what is left of the speed beside N busy processes, see
     scripts.bench_shared_cores.
-memory: memory_ratio_smollm2 and memory_ratio_whisper, of servers with weights in this form by
-    those in float32, all processes.
+memory: memory_ratio_smollm2 and memory_ratio_whisper, of servers with weights in this form and
+    else the defaults by those of the code in --memory-before, a checkout of an earlier commit, in
+    float32, all processes; ..._by_fp32 by this code's own in float32.
 
 ..._error_percent: how far off a ratio may be, with 95% probability, by its scatter.
 
@@ -31,8 +32,8 @@ run one by one, and again. Limits that figures in FILE do not keep are said in a
 exit code is 1.
 
     python -m scripts.bench_cpu_peers [--parts PART,PART] [--audio DIR] [--quick]
-        [--asr-weights FORM] [--llm-weights FORM] [--peers PYTHON] [--model M] [--json FILE]
-        [--docs DIR]
+        [--asr-weights FORM] [--llm-weights FORM] [--peers PYTHON] [--model M]
+        [--memory-before DIR] [--json FILE] [--docs DIR]
 """
 
 import argparse
@@ -103,6 +104,9 @@ def _options() -> argparse.Namespace:
         "--peers", type=Path, default=PYTHON, metavar="PYTHON",
         help="interpreter of the peers' environment [%(default)s]",
     )  # fmt: skip
+    args.add_argument(
+        "--memory-before", type=Path, metavar="DIR", help="checkout of an earlier commit [none]"
+    )
     add_docs_flag(args)
     return parts_of(args, PARTS, ",".join(PARTS))
 

@@ -278,14 +278,25 @@ def test_a_figure_that_is_no_number_keeps_no_limit():
     ]
 
 
-def test_memory_is_that_of_a_form_by_float32s(monkeypatch):
-    mib = {"fp32": 4000.0, "int8": 1000.0, "int4": 2000.0}
-    monkeypatch.setattr(cpu_peers_formats, "_text_mib", lambda model, form: mib[form])
-    monkeypatch.setattr(cpu_peers_formats, "_speech_mib", lambda options, form: mib[form])
-    options = argparse.Namespace(model="m", llm_weights="int4", asr_weights="int8")
+def test_memory_is_that_of_a_form_by_float32s_and_by_that_of_before(monkeypatch, tmp_path):
+    def mib(form: str, checkout: Path | None) -> float:
+        assert (checkout == tmp_path) == (form == "")
+        return {"": 5000.0, "fp32": 4000.0, "int8": 1000.0, "int4": 2000.0}[form]
+
+    monkeypatch.setattr(cpu_peers_formats, "_text_mib", lambda model, *kind: mib(*kind))
+    monkeypatch.setattr(cpu_peers_formats, "_speech_mib", lambda options, *kind: mib(*kind))
+    options = argparse.Namespace(
+        model="m", llm_weights="int4", asr_weights="int8", memory_before=tmp_path
+    )
+    with pytest.raises(UsageError, match="no checkout"):
+        cpu_peers_formats.memory_figures(options)
+    (tmp_path / "sglang_ext").mkdir()
+    (tmp_path / "sglang_ext" / "cli.py").touch()
     figures = cpu_peers_formats.memory_figures(options)
-    assert figures["memory_ratio_smollm2"] == 0.5 and figures["memory_ratio_whisper"] == 0.25
+    assert figures["memory_ratio_smollm2"] == 0.4 and figures["memory_ratio_whisper"] == 0.2
+    assert figures["memory_ratio_smollm2_by_fp32"] == 0.5
     assert figures["memory_mib_whisper_int8"] == 1000.0
+    assert figures["memory_mib_whisper_before"] == 5000.0
 
 
 def test_mismatches_are_told_by_form(monkeypatch):
