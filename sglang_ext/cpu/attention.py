@@ -6,7 +6,7 @@ layer is then one call of `attention_kernel.attend`.
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_ext.cpu.attention_kernel import attend
+from sglang_ext.cpu.fused_layers import fuse_layers
 from sglang_ext.cpu.heap_trim import give_back
 from sglang_ext.cpu.shared_cores import watch_cores
 from sglang_ext.whisper.cross_attention import FrameReader
@@ -170,6 +171,7 @@ class TreeAttentionBackend(AttentionBackend):
         self._slots: VisibleSlots | None = None
         self._variants: dict[str | int, VisibleSlots] = {}
         warm_up()
+        fuse_layers(runner.model, self)
         start_watching_cores()
         give_back()  # what was only needed to load the model
 
@@ -206,22 +208,11 @@ class TreeAttentionBackend(AttentionBackend):
         tokens = len(slots.row)
         query = q.reshape(tokens, layer.tp_q_head_num, layer.qk_head_dim).contiguous()
         out = q.new_empty(tokens, layer.tp_q_head_num, layer.v_head_dim)
+        keys, values = self.layer_pool(layer.layer_id)
         attend(
-            query.numpy(),
-            pool.get_key_buffer(layer.layer_id).numpy(),
-            pool.get_value_buffer(layer.layer_id).numpy(),
-            out.numpy(),
-            self.req_to_token_pool.req_to_token.numpy(),
-            slots.row,
-            slots.start,
-            slots.count,
-            slots.extra,
-            slots.extra_start,
-            slots.extra_count,
-            np.float32(layer.scaling),
-            np.float32(layer.logit_cap or 0.0),
-            self._threads if slots.pairs * layer.tp_q_head_num >= _PARALLEL_FROM else 1,
-        )
+            query.numpy(), keys.numpy(), values.numpy(), out.numpy(),
+            *self.attention_arguments(layer, forward_batch),
+        )  # fmt: skip
         if self.reader is not None and layer.is_cross_attention:
             self.reader.read(
                 layer.layer_id,
@@ -235,6 +226,33 @@ class TreeAttentionBackend(AttentionBackend):
 
     # Decode, extend and verify differ in the visible slots only.
     forward_extend = forward_decode
+
+    def layer_pool(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values, float32[slots, KH, D] and [slots, KH, DV]."""
+        pool = self.token_to_kv_pool
+        return pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
+
+    def attention_arguments(
+        self, layer: "RadixAttention", batch: "ForwardBatch"
+    ) -> tuple[Any, ...]:
+        """What `attend` takes behind its output: the same for layers that are alike."""
+        slots = self._slots_for(layer, batch)
+        return (
+            self.req_to_token_pool.req_to_token.numpy(),
+            slots.row,
+            slots.start,
+            slots.count,
+            slots.extra,
+            slots.extra_start,
+            slots.extra_count,
+            np.float32(layer.scaling),
+            np.float32(layer.logit_cap or 0.0),
+            self._threads if slots.pairs * layer.tp_q_head_num >= _PARALLEL_FROM else 1,
+        )
+
+    def tokens_of(self, layer: "RadixAttention", batch: "ForwardBatch") -> int:
+        """How many query tokens a pass has; -1: it is none of requests."""
+        return -1 if self._slots is None else len(self._slots_for(layer, batch).row)
 
     def support_triton(self) -> bool:
         return False

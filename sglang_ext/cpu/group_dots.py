@@ -22,6 +22,7 @@ from sglang_ext.cpu.lane_vectors import (
     FLOAT,
     FLOATS,
     HALVES,
+    I8,
     I16,
     I32,
     I64,
@@ -43,6 +44,8 @@ GROUP = 32
 QUADS = GROUP // 4
 _MOST_LEVEL = 127.0
 _LEAST_SIZE = 1e-36  # what is less has no reciprocal in float32; it counts as 0
+# Whose weights are asked for, so many groups ahead: a processor's own prefetching ends at a page.
+AHEAD = 8
 BYTES_8, BYTES_4 = LANES * GROUP, LANES * GROUP // 2
 
 
@@ -59,7 +62,7 @@ def multiply_8(typing_context, rows, scales, sums, weights, weight_scales, group
     """
 
     def generate(context, builder, signature, args):
-        tile = _Tile(context, builder, signature, args)
+        tile = _Tile(context, builder, signature, args, BYTES_8, 2 * LANES)
         kernel = signed_dots(features_of(context))
 
         def group(g):
@@ -87,7 +90,7 @@ def multiply_4(typing_context, rows, scales, sums, weights, weight_scales, group
     """
 
     def generate(context, builder, signature, args):
-        tile = _Tile(context, builder, signature, args)
+        tile = _Tile(context, builder, signature, args, BYTES_4, 4 * LANES)
         kernel = unsigned_dots(features_of(context))
         low, four = bytes_of(15), ir.Constant(ir.VectorType(I16, 2 * LANES), [4] * 2 * LANES)
 
@@ -157,8 +160,9 @@ def quantize(typing_context, row, groups, levels, scales, sums):
 class _Tile:
     """The arguments of a product, and its sums in float32, one vector of 16 a row."""
 
-    def __init__(self, context, builder, signature, args):
+    def __init__(self, context, builder, signature, args, group_bytes, scale_bytes):
         self._builder, self._features = builder, features_of(context)
+        self._bytes, self._scale_bytes = group_bytes, scale_bytes
         self.rows = signature.args[0].count
         pick = builder.extract_value
         self._levels, self._scales, self._sums, self._to = (
@@ -174,10 +178,26 @@ class _Tile:
         for total in self._totals:
             builder.store(zeros(FLOATS), total)
         with cgutils.for_range(builder, self._groups) as loop:
+            self._ask_ahead(loop.index)
             group(loop.index)
         for total, to in zip(self._totals, self._to, strict=True):
             place = builder.inttoptr(to, ir.PointerType(FLOATS))
             builder.store(builder.load(total), place, align=4)
+
+    def _ask_ahead(self, g):
+        """Ask for the weights of a group to come; the address need not be valid."""
+        builder = self._builder
+        kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(I8)] + [I32] * 3)
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        for address, size in (
+            (self.weights, self._bytes),
+            (self._weight_scales, self._scale_bytes),
+        ):
+            start = builder.mul(builder.add(g, I64(AHEAD)), I64(size))
+            for line in range(0, size, 64):
+                where = builder.add(address, builder.add(start, I64(line)))
+                pointer = builder.inttoptr(where, ir.PointerType(I8))
+                builder.call(prefetch, [pointer, I32(0), I32(3), I32(1)])
 
     def start(self, shift, row, g):
         """What a group's sum starts from, where `shift` was added to each weight."""

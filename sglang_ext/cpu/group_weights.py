@@ -34,9 +34,13 @@ class GroupWeight:
     by the scale, plus the least of its group. Scales and least values are float16 beside one power
     of two for the matrix, so that no finite weight is too large or too small for them.
 
+    Attributes:
+        bits: 8 or 4.
+        levels, scales: uint8[N / 16, K / 32, bytes of a group] and uint16[N / 16, K / 32, ...],
+            bits of float16, N rounded up; factor: of both (group_kernel.py).
+
     Args:
         weight: K a multiple of 32, any N.
-        bits: 8 or 4.
 
     Raises:
         ValueError: another shape, or a weight that is infinite or NaN.
@@ -49,25 +53,25 @@ class GroupWeight:
         largest = float(weight.detach().abs().max()) if rows else 0.0
         if not largest < float("inf"):
             raise ValueError("expected finite weights; some are infinite or NaN")
-        self._rows, self._columns, self._bits = rows, columns, bits
-        self._factor = _power_of_two(largest / _LARGEST_SCALE)
-        parts = [_pack(part, bits, self._factor) for part in weight.detach().split(_PACKED_AT_ONCE)]
-        self._levels = torch.cat([levels for levels, _ in parts]).numpy()
-        self._scales = torch.cat([scales for _, scales in parts]).view(torch.uint16).numpy()
+        self._rows, self._columns, self.bits = rows, columns, bits
+        self.factor = _power_of_two(largest / _LARGEST_SCALE)
+        parts = [_pack(part, bits, self.factor) for part in weight.detach().split(_PACKED_AT_ONCE)]
+        self.levels = torch.cat([levels for levels, _ in parts]).numpy()
+        self.scales = torch.cat([scales for _, scales in parts]).view(torch.uint16).numpy()
         self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
 
     @property
     def nbytes(self) -> int:
         """What the packed weights take."""
-        return self._levels.nbytes + self._scales.nbytes
+        return self.levels.nbytes + self.scales.nbytes
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] -> [..., N], of x's dtype."""
         rows = x.reshape(-1, self._columns).to(torch.float32).contiguous()
-        padded = self._levels.shape[0] * LANES
+        padded = self.levels.shape[0] * LANES
         out = torch.empty(len(rows), padded)
         product(
-            self._bits, rows.numpy(), self._levels, self._scales, out.numpy(), self._factor,
+            self.bits, rows.numpy(), self.levels, self.scales, out.numpy(), self.factor,
             self._threads,
         )  # fmt: skip
         if padded != self._rows:

@@ -185,6 +185,11 @@ def _pack_head(_result: None, method: UnquantizedEmbeddingMethod, layer: torch.n
         layer.quant_method = PackedHeadMethod()
 
 
+def weights_version() -> int:
+    """Another number after every weight update."""
+    return _weights_version
+
+
 def _note_update(_result: object, *args: object, **kwargs: object) -> None:
     global _weights_version
     _weights_version += 1

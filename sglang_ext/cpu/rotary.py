@@ -55,16 +55,12 @@ def rotary_embedding(
 
     What `rotate` does not cover (other dtypes, variants with their own code) goes to `original`.
     """
-    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-
     covered = (
-        type(layer).forward_native is RotaryEmbedding.forward_native
-        and not hasattr(layer, "sin_cos_cache")
+        covers(layer)
         and offsets is None
         and fused_set_kv_buffer_arg is None
         and positions.dim() == 1
         and positions.dtype == torch.int64
-        and layer.cos_sin_cache.dtype == torch.float32
         and query.dim() == key.dim() == 2
         and query.dtype == key.dtype == torch.float32
     )
@@ -75,6 +71,18 @@ def rotary_embedding(
     for x, out in ((query, query_out), (key, key_out)):
         rotate(x.numpy(), at, table, out.numpy(), layer.head_size, layer.is_neox_style)
     return query_out, key_out
+
+
+def covers(layer: "RotaryEmbedding") -> bool:
+    """Whether `rotate` is what this layer does to rows of float32."""
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    return (
+        isinstance(layer, RotaryEmbedding)
+        and type(layer).forward_native is RotaryEmbedding.forward_native
+        and not hasattr(layer, "sin_cos_cache")
+        and layer.cos_sin_cache.dtype == torch.float32
+    )
 
 
 def register() -> None:

@@ -49,6 +49,7 @@ class World:
                 token_to_kv_pool=self.pool,
                 use_mla_backend=False,
                 kv_cache_dtype=torch.float32,
+                model=None,
             )
         )
 

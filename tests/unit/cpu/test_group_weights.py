@@ -148,6 +148,6 @@ def test_processors_without_vnni_give_the_same_bits(generator, monkeypatch, feat
         monkeypatch.setattr(group_kernel, name, fresh)
     out = torch.empty_like(expected)
     numba.njit(group_kernel.product.py_func)(
-        bits, x.numpy(), weight._levels, weight._scales, out.numpy(), weight._factor, 1
+        bits, x.numpy(), weight.levels, weight.scales, out.numpy(), weight.factor, 1
     )
     assert torch.equal(out, expected)
