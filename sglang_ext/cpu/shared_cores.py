@@ -25,9 +25,13 @@ WAITS_VARIABLE = "SGLANG_EXT_CPU_SHORT_WAITS"
 _MODES = ("auto", "always", "never")
 _TASKS = Path("/proc/self/task")
 _LOOK_S = 0.2
-# Of the time, what all threads together wait for processors: from here on others want them, and
-# below this, for so many looks, they do not any more.
-_CROWDED, _FREE, _FREE_LOOKS = 0.15, 0.03, 10
+# Of the time, what all threads together wait for processors: from here on, so many looks long, others
+# want them, and below this, for so many, they do not any more.
+_CROWDED, _CROWDED_LOOKS = 0.15, 2
+_FREE, _FREE_LOOKS = 0.03, 10
+# What it takes to wake a thread that sleeps, at the most, on a processor that nobody else wants. Of
+# threads with short waits that is some thousand times in a look.
+_WAKE_S = 15e-6
 # Below this part of a processor the process is idle, and nobody looks.
 _IDLE = 0.1
 # Elements above which torch's element-wise kernels start a team (at::internal::GRAIN_SIZE: 32,768).
@@ -81,12 +85,13 @@ class Crowd:
 
     def __init__(self) -> None:
         self.here = False
-        self._free_looks = 0
+        self._free_looks = self._crowded_looks = 0
 
     def note(self, waited: float) -> bool:
         """Whether others want them, given what threads waited, by the time since the last look."""
         self._free_looks = self._free_looks + 1 if waited < _FREE else 0
-        if waited > _CROWDED:
+        self._crowded_looks = self._crowded_looks + 1 if waited > _CROWDED else 0
+        if self._crowded_looks >= _CROWDED_LOOKS:
             self.here = True
         elif self._free_looks >= _FREE_LOOKS:
             self.here = False
@@ -134,18 +139,21 @@ def _watch(waits: ShortWaits, rest: Callable[[float], bool]) -> None:
 
 
 def waited_seconds() -> float | None:
-    """Seconds that this process's threads stood ready and had no processor; None: not counted."""
-    waited, seen = 0, False
+    """Seconds that this process's threads stood ready and had no processor; None: not counted.
+
+    Without what waking up takes: the sum can fall.
+    """
+    waited, runs, seen = 0, 0, False
     with contextlib.suppress(OSError):
         for task in os.listdir(_TASKS):
             # One that has just ended has no file any more.
             with (
-                contextlib.suppress(OSError, ValueError, IndexError),
+                contextlib.suppress(OSError, ValueError),
                 open(f"{_TASKS}/{task}/schedstat", "rb", buffering=0) as file,
             ):
-                waited += int(file.read().split()[1])
-                seen = True
-    return waited / 1e9 if seen else None
+                _, behind, times = file.read().split()  # both in nanoseconds, and how many runs
+                waited, runs, seen = waited + int(behind), runs + int(times), True
+    return waited / 1e9 - runs * _WAKE_S if seen else None
 
 
 def _holders_needed() -> int:

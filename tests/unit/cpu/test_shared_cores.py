@@ -1,5 +1,6 @@
 """OpenMP's waits: short while others want the processors, and as they are set while nobody does."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -57,7 +58,9 @@ def test_threads_hardly_spin_with_short_waits_and_spin_again_without():
 def test_threads_that_wait_for_processors_tell_of_a_crowd():
     crowd = Crowd()
     assert not crowd.note(0.1)
-    assert crowd.note(0.5)
+    assert not crowd.note(0.5)  # a request that is taken apart beside the model's threads
+    assert not crowd.note(0.1)
+    assert not crowd.note(0.5) and crowd.note(0.5)
     assert crowd.note(0.1)  # less, but not gone
     assert all(crowd.note(0.0) for _ in range(9))
     assert not crowd.note(0.0)
@@ -65,16 +68,40 @@ def test_threads_that_wait_for_processors_tell_of_a_crowd():
 
 def test_a_short_pause_does_not_end_a_crowd():
     crowd = Crowd()
-    crowd.note(0.5)
+    assert not crowd.note(0.5) and crowd.note(0.5)
     for _ in range(5):
         assert all(crowd.note(0.0) for _ in range(9))
         assert crowd.note(0.05)
 
 
-def test_the_kernel_counts_waits():
+def test_the_kernel_counts_waits_of_threads_that_want_the_same_processor():
+    end, block = threading.Event(), bytes(1 << 20)
+
+    def want_it():
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of this thread alone
+        while not end.is_set():
+            hashlib.sha256(block)  # without Python's lock
+
+    threads = [threading.Thread(target=want_it) for _ in range(2)]
     before = waited_seconds()
     assert before is not None
-    eventually(lambda: waited_seconds() >= before, 60, "waits are counted")
+    try:
+        for thread in threads:
+            thread.start()
+        eventually(lambda: waited_seconds() - before > 0.2, 60, "waits are counted")
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_waking_up_is_no_wait(monkeypatch, tmp_path):
+    (tmp_path / "1").mkdir()
+    (tmp_path / "2").mkdir()
+    (tmp_path / "1" / "schedstat").write_text("9000000 40000000 1000\n")
+    (tmp_path / "2" / "schedstat").write_text("9000000 20000000 1000\n")
+    monkeypatch.setattr(shared_cores, "_TASKS", tmp_path)
+    assert waited_seconds() == pytest.approx(0.06 - 2000 * 15e-6)
 
 
 def test_a_kernel_that_does_not_count_waits_is_not_watched(monkeypatch, tmp_path):

@@ -1,0 +1,31 @@
+"""Weights in fewer bits on a real server, its layers fused: speculation is exact against them."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from sglang_ext.cpu.fused_layers import VARIABLE
+from tests.server.conftest import CHUNK, MODEL
+from tests.server.servers import Server
+from tests.server.text.answers import answer, answers, told
+
+
+@pytest.fixture(scope="module")
+def int4_server() -> Iterator[Server]:
+    flags = ["--speculative-algorithm", "SSSD", "--cpu-weights", "int4", "--bigram-seconds", "0"]
+    server = Server(MODEL, [*flags, *CHUNK], name="int4")
+    server.env[VARIABLE] = "1"
+    with server:
+        yield server
+
+
+def test_speculative_output_is_plain_output(int4_server, prompts):
+    assert "30 decoder layers are fused" in int4_server.log.read_text()
+    asked = prompts[:8]
+    plain = [answer(int4_server, prompt, custom_params={"drafter": "none"}) for prompt in asked]
+    assert len({tuple(each["output_ids"]) for each in plain}) == len(asked)
+    for budget in ("auto", "fixed"):  # the second time the datastore has all of the outputs
+        drafted = answers(int4_server, [(p, {"custom_params": {"budget": budget}}) for p in asked])
+        assert [told(each) for each in drafted] == [told(each) for each in plain]
+    steps = sum(each["meta_info"]["spec_verify_ct"] for each in drafted)
+    assert steps < 0.5 * sum(each["meta_info"]["completion_tokens"] for each in drafted)
