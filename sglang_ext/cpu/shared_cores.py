@@ -25,8 +25,8 @@ WAITS_VARIABLE = "SGLANG_EXT_CPU_SHORT_WAITS"
 _MODES = ("auto", "always", "never")
 _TASKS = Path("/proc/self/task")
 _LOOK_S = 0.2
-# Of the time, what all threads together wait for processors: from here on, so many looks long, others
-# want them, and below this, for so many, they do not any more.
+# Of the time, what all threads together wait for processors: from here on, so many looks long,
+# others want them, and below this, for so many, they do not any more.
 _CROWDED, _CROWDED_LOOKS = 0.15, 2
 _FREE, _FREE_LOOKS = 0.03, 10
 # What it takes to wake a thread that sleeps, at the most, on a processor that nobody else wants. Of
