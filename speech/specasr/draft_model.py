@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from speech.bf16_attention import attend
 from speech.specasr.cache import DraftCache
 from speech.specasr.weights import Linear, Weights, WhisperShape
 
@@ -157,7 +158,7 @@ class DraftWhisper:
         x = x + self._encoder_positions[: len(x)]
         for layer in self._encoder_layers:
             q, k, v = _heads(layer.qkv(_norm(x, layer.attention_norm)), 3, self.shape.encoder_heads)
-            x = x + layer.out(_merge(F.scaled_dot_product_attention(q, k, v, scale=1.0)))
+            x = x + layer.out(_merge(attend(q, k, v)))
             x = x + _mlp(x, layer)
         hidden = _norm(x, self._encoder_norm)
         shape = self.shape
