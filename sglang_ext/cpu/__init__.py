@@ -6,12 +6,13 @@
 
 def register() -> None:
     """Register the attention backend, packed linear layers and CPU operators with SGLang."""
-    from sglang_ext.cpu import attention, kv_pool, kv_store, linear, rotary
+    from sglang_ext.cpu import attention, kv_pool, kv_store, linear, rotary, whisper_encoder
     from sglang_ext.disaggregation import on_cpu
 
     attention.register()
     linear.register()
     rotary.register()
+    whisper_encoder.register()
     kv_store.register()
     kv_pool.register()
     on_cpu.register()

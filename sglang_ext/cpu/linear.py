@@ -6,8 +6,8 @@ whoever else reads them (LoRA, weight updates): packed weights take their size i
 SGLANG_EXT_CPU_PREPACK=0 turns this off.
 
 With `--cpu-weights bf16`, `int8` or `int4` the packed weights have 16, 8 or 4 bits, an LM head at
-least 8. The original ones are then let go of (released_weights.py), but for tables that embeddings
-are looked up in.
+least 8, and so have layers that run at prefill only (Whisper's encoder). The original ones are then
+let go of (released_weights.py), but for tables that embeddings are looked up in.
 """
 
 import os
@@ -29,6 +29,7 @@ from sglang_ext.cpu.packed_weights import (
     PlainWeight,
     Product,
     can_pack,
+    for_prefill,
     in_bits,
     is_float_matrix,
 )
@@ -40,6 +41,7 @@ from sglang_ext.cpu.released_weights import (
 )
 from sglang_ext.options import Options
 from sglang_ext.sglang_points.hooking import hook
+from sglang_ext.whisper.encoder_decoder import is_prefill_only
 
 PREPACK_VARIABLE = "SGLANG_EXT_CPU_PREPACK"
 
@@ -94,7 +96,8 @@ def _made(layer: Any, head: bool) -> _Packed | None:
     """The layer's weight packed as `--cpu-weights` asks for; None: it is of no type that can be."""
     bits = BITS.get(Options.from_env().cpu_weights)
     if bits is not None and is_float_matrix(layer.weight):
-        made = in_bits(layer.weight, max(bits, _FEWEST_HEAD_BITS) if head else bits)
+        pack = for_prefill if is_prefill_only(layer) else in_bits
+        made = pack(layer.weight, max(bits, _FEWEST_HEAD_BITS) if head else bits)
         if not isinstance(made, PlainWeight) and _has_it_alone(layer, head) and not keeps_weights():
             release(layer)
         return _Packed(made, layer.weight, _weights_version)

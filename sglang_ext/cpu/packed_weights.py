@@ -2,8 +2,8 @@
 
 Plain torch hands fp32 products to MKL, which packs the weight matrix again at every call. Packed
 once, a product of few rows takes as long as reading the weights from memory, and rows come out
-bitwise the same whatever the number of rows beside them (see product_rows.py, group_weights.py and
-bf16_weights.py).
+bitwise the same whatever the number of rows beside them (see product_rows.py, group_weights.py,
+channel_weights.py and bf16_weights.py).
 """
 
 from collections.abc import Callable
@@ -12,11 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from sglang_ext.cpu.bf16_weights import Bf16Weight
+from sglang_ext.cpu.channel_weights import ChannelWeight, by_channels
 from sglang_ext.cpu.group_weights import GroupWeight, grouped
 from sglang_ext.cpu.product_rows import pack, product, rounded_up, rows_to_run
 
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
 """Of a weight, by the formats of `--cpu-weights` that have fewer than float32."""
+
+PREFILL_BITS = ("int8", "int4")
+"""Formats with 8 bits by channels where a layer runs at prefill only: `bf16` rounds no row."""
 
 
 class PackedWeight:
@@ -61,7 +65,7 @@ class PlainWeight:
         return F.linear(x, self._weight, bias)
 
 
-Product = PackedWeight | Bf16Weight | GroupWeight | PlainWeight
+Product = PackedWeight | Bf16Weight | GroupWeight | ChannelWeight | PlainWeight
 
 
 def in_bits(weight: torch.Tensor, bits: int) -> Product:
@@ -69,6 +73,12 @@ def in_bits(weight: torch.Tensor, bits: int) -> Product:
     if bits == BITS["bf16"]:
         return Bf16Weight(weight)
     return grouped(weight, bits) or as_it_is(weight)
+
+
+def for_prefill(weight: torch.Tensor, bits: int) -> Product:
+    """`in_bits` for layers that have many rows whenever they run: 8 bits by channels for 8 or 4."""
+    by_many = by_channels(weight) if bits != BITS["bf16"] else None
+    return by_many or in_bits(weight, bits)
 
 
 def as_it_is(weight: torch.Tensor) -> PackedWeight | PlainWeight:

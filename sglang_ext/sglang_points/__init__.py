@@ -186,9 +186,10 @@ PROCESSOR = Point(
     _SRT + "multimodal.processors.base_processor.BaseMultimodalProcessor", How.SUBCLASSED,
     "whisper/audio_processor", "the same",
 )  # fmt: skip
-KEY_BIASES = Point(
+LOAD_WHISPER = Point(
     _WHISPER + ".load_weights", How.BEFORE, "whisper/encoder_decoder",
-    "key biases that SGLang leaves uninitialised are zeroed", takes="self",
+    "key biases that SGLang leaves uninitialised are zeroed, and modules without a part in decode "
+    "steps are marked", takes="self",
 )  # fmt: skip
 ENCODER_TOKENS = Point(
     _WHISPER + ".pad_input_ids", How.AROUND, "whisper/audio_context",
@@ -199,6 +200,16 @@ ENCODE = Point(
     _WHISPER + ".forward", How.AROUND, "whisper/audio_context",
     "and requests of several lengths are encoded in one prefill",
     takes="self, input_ids, positions, forward_batch",
+)  # fmt: skip
+ENCODER = Point(
+    _SRT + "models.whisper.WhisperEncoder.forward", How.AROUND, "cpu/whisper_encoder",
+    "each request is encoded by itself, so that its states do not depend on others",
+    takes="self, input_features, position_ids, forward_batch", cpu=True,
+)  # fmt: skip
+ENCODER_ATTENTION = Point(
+    _SRT + "models.whisper.WhisperAttention.forward", How.AROUND, "cpu/whisper_encoder",
+    "the encoder's attention in bfloat16, where weights have 8 or 4 bits",
+    takes="self, hidden_states, forward_batch", cpu=True,
 )  # fmt: skip
 PREBUILT = Point(
     _SRT + "disaggregation.decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin"

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 
+# The attribute of modules that says so to what packs their weights (cpu/linear.py).
+_MARK = "_runs_at_prefill_only"
+
+
 def decoder_starts(batch: "ScheduleBatch") -> torch.Tensor:
     """int64[bs], the columns of req_to_token from which each request's next tokens are stored."""
     if batch.encoder_lens is None:
@@ -89,13 +93,18 @@ def runs_at_prefill_only(name: str) -> bool:
     return name.startswith("encoder.") or name.endswith(".encoder_attn.kv_proj")
 
 
+def is_prefill_only(module: Any) -> bool:
+    """Whether `runs_at_prefill_only` is true of a module of a model whose weights are loaded."""
+    return getattr(module, _MARK, False)
+
+
 def register() -> None:
     """Mend what SGLang lacks for Whisper; once in every process, before models load.
 
     SGLang's fused q/k/v projection has a bias for the keys too and leaves it as allocated, except
     in the decoder's cross-attention: whatever stood in that memory would be added.
     """
-    hook(sglang_points.KEY_BIASES, _zero_key_biases)
+    hook(sglang_points.LOAD_WHISPER, _before_weights_load)
     hook(sglang_points.PREBUILT, _take_encoder_lens)
 
 
@@ -120,7 +129,14 @@ def _take_encoder_lens(_result: None, batch: "ScheduleBatch") -> None:
     batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
 
 
-def _zero_key_biases(model: Any, *_args: Any, **_kwargs: Any) -> None:
+def _before_weights_load(model: Any, *_args: Any, **_kwargs: Any) -> None:
+    _zero_key_biases(model)
+    for name, module in model.named_modules():
+        if runs_at_prefill_only(name):
+            setattr(module, _MARK, True)
+
+
+def _zero_key_biases(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith((".qkv_proj.bias", ".kv_proj.bias")):
             parameter.data.zero_()

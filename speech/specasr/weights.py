@@ -85,7 +85,7 @@ class Weights:
         self._tensors: dict[str, torch.Tensor] = {}
         for file in files:
             self._tensors |= load_file(file)
-        self._precision = precision
+        self.precision = precision
         self._device = device
         self.dtype = torch.float16 if precision == "float16" else torch.float32
 
@@ -122,7 +122,7 @@ class Weights:
         return self._linear(embeddings, torch.zeros(len(embeddings)))
 
     def _linear(self, weight: torch.Tensor, bias: torch.Tensor) -> Linear:
-        return packed_linear(self._placed(weight), self._placed(bias), self._precision)
+        return packed_linear(self._placed(weight), self._placed(bias), self.precision)
 
 
 def packed_linear(weight: torch.Tensor, bias: torch.Tensor, precision: str) -> Linear:

@@ -78,7 +78,7 @@ def test_key_biases_are_zeroed_before_weights_are_loaded():
         }
     )
     before = model["fc1"].bias.clone()
-    encoder_decoder._zero_key_biases(model)
+    encoder_decoder._before_weights_load(model)
     assert not model["a"]["qkv_proj"].bias.any() and model["fc1"].bias.equal(before)
 
 
