@@ -32,6 +32,7 @@ from sglang_ext.cpu.packed_weights import (
     for_prefill,
     in_bits,
     is_float_matrix,
+    prefills_by_channels,
 )
 from sglang_ext.cpu.released_weights import (
     check_weights_refused,
@@ -94,9 +95,11 @@ class _PackedMethod:
 
 def _made(layer: Any, head: bool) -> _Packed | None:
     """The layer's weight packed as `--cpu-weights` asks for; None: it is of no type that can be."""
-    bits = BITS.get(Options.from_env().cpu_weights)
+    form = Options.from_env().cpu_weights
+    bits = BITS.get(form)
     if bits is not None and is_float_matrix(layer.weight):
-        pack = for_prefill if is_prefill_only(layer) else in_bits
+        by_channels = is_prefill_only(layer) and prefills_by_channels(form)
+        pack = for_prefill if by_channels else in_bits
         made = pack(layer.weight, max(bits, _FEWEST_HEAD_BITS) if head else bits)
         if not isinstance(made, PlainWeight) and _has_it_alone(layer, head) and not keeps_weights():
             release(layer)

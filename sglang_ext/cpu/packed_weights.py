@@ -6,6 +6,7 @@ bitwise the same whatever the number of rows beside them (see product_rows.py, g
 channel_weights.py and bf16_weights.py).
 """
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -21,6 +22,14 @@ BITS = {"bf16": 16, "int8": 8, "int4": 4}
 
 PREFILL_BITS = ("int8", "int4")
 """Formats with 8 bits by channels where a layer runs at prefill only: `bf16` rounds no row."""
+
+ENCODER_VARIABLE = "SGLANG_EXT_CPU_INT8_ENCODER"
+"""Set to 1, it has these formats use them."""
+
+
+def prefills_by_channels(form: str) -> bool:
+    """Whether layers that run at prefill only have 8 bits by channels with `--cpu-weights` form."""
+    return form in PREFILL_BITS and os.environ.get(ENCODER_VARIABLE) == "1"
 
 
 class PackedWeight:

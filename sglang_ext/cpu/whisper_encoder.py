@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sglang_ext import sglang_points
-from sglang_ext.cpu.packed_weights import PREFILL_BITS
+from sglang_ext.cpu.packed_weights import prefills_by_channels
 from sglang_ext.options import Options
 from sglang_ext.sglang_points.hooking import hook
 from speech.bf16_attention import attend
@@ -18,7 +18,7 @@ from speech.bf16_attention import attend
 
 def register() -> None:
     """Have SGLang's Whisper encode so; once in every process, before models load."""
-    if Options.from_env().cpu_weights in PREFILL_BITS:
+    if prefills_by_channels(Options.from_env().cpu_weights):
         hook(sglang_points.ENCODER, _one_by_one)
         hook(sglang_points.ENCODER_ATTENTION, _attend)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_ext.cpu import linear, whisper_encoder
-from sglang_ext.cpu.packed_weights import for_prefill
+from sglang_ext.cpu.packed_weights import ENCODER_VARIABLE, for_prefill
 from sglang_ext.whisper import audio_context
 
 SIZE, HEADS = 64, 2
@@ -83,7 +83,11 @@ def test_the_decoders_attention_is_left_to_sglang():
 def test_it_is_for_eight_and_four_bits(monkeypatch, kind, hooks):
     registered = []
     monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", kind)
+    monkeypatch.setenv(ENCODER_VARIABLE, "1")
     monkeypatch.setattr(whisper_encoder, "hook", lambda *given: registered.append(given))
+    whisper_encoder.register()
+    assert len(registered) == hooks
+    monkeypatch.delenv(ENCODER_VARIABLE)
     whisper_encoder.register()
     assert len(registered) == hooks
 
@@ -94,6 +98,7 @@ def test_only_marked_layers_are_packed_by_channels(monkeypatch):
     from sglang_ext.whisper.encoder_decoder import _before_weights_load
 
     monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", "int8")
+    monkeypatch.setenv(ENCODER_VARIABLE, "1")
     model = torch.nn.ModuleDict(
         {part: torch.nn.ModuleDict({"fc1": torch.nn.Linear(64, 32)}) for part in ("encoder", "x")}
     )
