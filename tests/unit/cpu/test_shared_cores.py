@@ -58,9 +58,9 @@ def test_threads_hardly_spin_with_short_waits_and_spin_again_without():
 def test_threads_that_wait_for_processors_tell_of_a_crowd():
     crowd = Crowd()
     assert not crowd.note(0.1)
-    assert not crowd.note(0.5)  # a request that is taken apart beside the model's threads
+    assert not crowd.note(0.8)  # a request that is taken apart beside the model's threads
     assert not crowd.note(0.1)
-    assert not crowd.note(0.5) and crowd.note(0.5)
+    assert not crowd.note(0.8) and crowd.note(0.8)
     assert crowd.note(0.1)  # less, but not gone
     assert all(crowd.note(0.0) for _ in range(9))
     assert not crowd.note(0.0)
@@ -68,7 +68,7 @@ def test_threads_that_wait_for_processors_tell_of_a_crowd():
 
 def test_a_short_pause_does_not_end_a_crowd():
     crowd = Crowd()
-    assert not crowd.note(0.5) and crowd.note(0.5)
+    assert not crowd.note(0.8) and crowd.note(0.8)
     for _ in range(5):
         assert all(crowd.note(0.0) for _ in range(9))
         assert crowd.note(0.05)
