@@ -12,7 +12,7 @@ The residual stream goes from layer to layer as the hidden states, whole: SGLang
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numba
 import numpy as np
@@ -26,8 +26,6 @@ from sglang_ext.cpu.rotary import covers
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    from sglang_ext.cpu.attention import TreeAttentionBackend
-
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_EXT_CPU_FUSED_LAYERS"
@@ -36,7 +34,17 @@ _LINEAR = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.do
 _NO_FLOATS = np.empty(0, np.float32)
 
 
-def fuse_layers(model: torch.nn.Module, backend: "TreeAttentionBackend") -> bool:
+class Attention(Protocol):
+    """What is read of the attention backend (attention.py)."""
+
+    def layer_pool(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def attention_arguments(self, layer: Any, batch: "ForwardBatch") -> tuple[Any, ...]: ...
+
+    def tokens_of(self, layer: Any, batch: "ForwardBatch") -> int: ...
+
+
+def fuse_layers(model: torch.nn.Module, backend: Attention) -> bool:
     """Have a model's decoder layers fused.
 
     Args:
@@ -64,7 +72,7 @@ class FusedDecoder:
     """
 
     def __init__(
-        self, decoder: Any, backend: "TreeAttentionBackend", products: Sequence[list[GroupWeight]]
+        self, decoder: Any, backend: Attention, products: Sequence[list[GroupWeight]]
     ) -> None:
         self._decoder, self._backend = decoder, backend
         self._layers = list(decoder.layers)
@@ -92,7 +100,7 @@ class FusedDecoder:
         self._pools = np.zeros((len(self._layers), 2), np.int64)
 
     @classmethod
-    def of(cls, decoder: Any, backend: "TreeAttentionBackend") -> "FusedDecoder | None":
+    def of(cls, decoder: Any, backend: Attention) -> "FusedDecoder | None":
         """The decoder; None where it has something that is not known here."""
         layers = list(decoder.layers)
         if not layers or not all(_is_known(layer, type(decoder).__name__) for layer in layers):
