@@ -79,13 +79,13 @@ class FusedDecoder:
         self.version = weights_version()
         first = self._layers[0]
         own = first.self_attn
+        arrays = [_arrays(layer) for layer in self._layers]
         # Referred to by addresses: kept for as long as these.
-        self._kept = [
-            [weight, *_arrays(layer)]
-            for layer, weights in zip(self._layers, products, strict=True)
-            for weight in weights
+        self._kept = (arrays, products)
+        rows = [
+            _row(layer, own_arrays, weights)
+            for layer, own_arrays, weights in zip(self._layers, arrays, products, strict=True)
         ]
-        rows = [_row(layer, weights) for layer, weights in zip(self._layers, products, strict=True)]
         self._addresses = np.array([row[0] for row in rows], np.int64)
         self._numbers = np.array([row[1] for row in rows], np.float32)
         self._bits = products[0][0].bits
@@ -332,9 +332,11 @@ def _arrays(layer: Any) -> list[np.ndarray]:
     ]
 
 
-def _row(layer: Any, weights: Sequence[GroupWeight]) -> tuple[list[int], list[float]]:
+def _row(
+    layer: Any, arrays: Sequence[np.ndarray], weights: Sequence[GroupWeight]
+) -> tuple[list[int], list[float]]:
     """A layer's row of `addresses` and of `numbers` in fused_kernel.run_layers."""
-    first, second, qkv_bias, o_bias = _arrays(layer)
+    first, second, qkv_bias, o_bias = arrays
     qkv, o, up, down = (
         [w.levels.ctypes.data, w.scales.ctypes.data, *w.levels.shape[:2]] for w in weights
     )
