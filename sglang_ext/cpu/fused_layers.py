@@ -3,7 +3,7 @@
 SGLang's modules call some 40 torch operators a layer, and with packed weights the calls take most
 of a decode step: SmolLM2-135M in 4 bits took 45 ms a token on two cores, its products 6. Where all
 of a model's layers are known here, `fused_kernel` computes them instead, as many in one call as no
-hook lies between. SGLANG_EXT_CPU_FUSED_LAYERS=1 turns this on.
+hook lies between. SGLANG_EXT_CPU_FUSED_LAYERS=0 turns this off.
 
 The residual stream goes from layer to layer as the hidden states, whole: SGLang's boundaries
 (srt/layers/layer_boundary) take it as a first layer's input, which has no residual yet.
@@ -54,13 +54,13 @@ def fuse_layers(model: torch.nn.Module, backend: Attention) -> bool:
         whether all that it has is known here; otherwise it stays as it is.
     """
     decoder: Any = getattr(model, "model", None)
-    if os.environ.get(VARIABLE) != "1" or type(decoder).__name__ not in _MODELS:
+    if os.environ.get(VARIABLE) == "0" or type(decoder).__name__ not in _MODELS:
         return False
     fused = FusedDecoder.of(decoder, backend)
     if fused is None:
         return False
     fused.take_over()
-    logger.info("%d decoder layers are fused (%s=1)", len(decoder.layers), VARIABLE)
+    logger.info("%d decoder layers are fused", len(decoder.layers))
     return True
 
 

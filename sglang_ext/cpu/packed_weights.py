@@ -24,12 +24,12 @@ PREFILL_BITS = ("int8", "int4")
 """Formats with 8 bits by channels where a layer runs at prefill only: `bf16` rounds no row."""
 
 ENCODER_VARIABLE = "SGLANG_EXT_CPU_INT8_ENCODER"
-"""Set to 1, it has these formats use them."""
+"""Set to 0, it keeps groups of 32 inputs there too."""
 
 
 def prefills_by_channels(form: str) -> bool:
     """Whether layers that run at prefill only have 8 bits by channels with `--cpu-weights` form."""
-    return form in PREFILL_BITS and os.environ.get(ENCODER_VARIABLE) == "1"
+    return form in PREFILL_BITS and os.environ.get(ENCODER_VARIABLE) != "0"
 
 
 class PackedWeight:

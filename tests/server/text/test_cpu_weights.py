@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang_ext.cpu.fused_layers import VARIABLE
 from tests.server.conftest import CHUNK, MODEL
 from tests.server.servers import Server
 from tests.server.text.answers import answer, answers, told
@@ -13,9 +12,7 @@ from tests.server.text.answers import answer, answers, told
 @pytest.fixture(scope="module")
 def int4_server() -> Iterator[Server]:
     flags = ["--speculative-algorithm", "SSSD", "--cpu-weights", "int4", "--bigram-seconds", "0"]
-    server = Server(MODEL, [*flags, *CHUNK], name="int4")
-    server.env[VARIABLE] = "1"
-    with server:
+    with Server(MODEL, [*flags, *CHUNK], name="int4") as server:
         yield server
 
 

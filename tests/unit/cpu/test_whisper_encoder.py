@@ -83,11 +83,10 @@ def test_the_decoders_attention_is_left_to_sglang():
 def test_it_is_for_eight_and_four_bits(monkeypatch, kind, hooks):
     registered = []
     monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", kind)
-    monkeypatch.setenv(ENCODER_VARIABLE, "1")
     monkeypatch.setattr(whisper_encoder, "hook", lambda *given: registered.append(given))
     whisper_encoder.register()
     assert len(registered) == hooks
-    monkeypatch.delenv(ENCODER_VARIABLE)
+    monkeypatch.setenv(ENCODER_VARIABLE, "0")
     whisper_encoder.register()
     assert len(registered) == hooks
 
@@ -98,7 +97,6 @@ def test_only_marked_layers_are_packed_by_channels(monkeypatch):
     from sglang_ext.whisper.encoder_decoder import _before_weights_load
 
     monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", "int8")
-    monkeypatch.setenv(ENCODER_VARIABLE, "1")
     model = torch.nn.ModuleDict(
         {part: torch.nn.ModuleDict({"fc1": torch.nn.Linear(64, 32)}) for part in ("encoder", "x")}
     )
