@@ -17,9 +17,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sglang_ext.cpu.addresses import address_of, four_addresses
 from sglang_ext.cpu.attention_kernel import _attend
-from sglang_ext.cpu.group_dots import GROUP, multiply_4, multiply_8, quantize
+from sglang_ext.cpu.group_dots import GROUP
+from sglang_ext.cpu.group_rows import row_functions
 from sglang_ext.cpu.lane_vectors import LANES
 from sglang_ext.cpu.vectors import dot
 
@@ -35,39 +35,7 @@ _NODES = np.cos(np.pi * (np.arange(7) + 0.5) / 7) / 2
 _C6, _C5, _C4, _C3, _C2, _C1, _C0 = (np.float32(c) for c in np.polyfit(_NODES, np.exp2(_NODES), 6))
 
 
-@numba.njit(nogil=True)
-def _multiply_1(bits, levels, scales, sums, weights, weight_scales, groups, out, row, column):
-    rows, own = (address_of(levels, row),), (address_of(scales, row),)
-    added, to = (address_of(sums, row),), (address_of(out, row) + np.uintp(4 * column),)
-    if bits == 8:
-        multiply_8(rows, own, added, weights, weight_scales, groups, to)
-    else:
-        multiply_4(rows, own, added, weights, weight_scales, groups, to)
-
-
-@numba.njit(nogil=True)
-def _multiply_tile(bits, levels, scales, sums, weights, weight_scales, groups, out, row, column):
-    rows, to = four_addresses(levels, row, 0), four_addresses(out, row, 4 * column)
-    own, added = four_addresses(scales, row, 0), four_addresses(sums, row, 0)
-    if bits == 8:
-        multiply_8(rows, own, added, weights, weight_scales, groups, to)
-    else:
-        multiply_4(rows, own, added, weights, weight_scales, groups, to)
-
-
-@numba.njit(nogil=True)
-def _multiply(bits, levels, scales, sums, weights, weight_scales, out, first, last):
-    """All rows by the outputs of weights[first:last], written to out."""
-    count, groups = levels.shape[0], weights.shape[1]
-    for block in range(first, last):
-        here, own = address_of(weights, block), address_of(weight_scales, block)
-        row = 0
-        while row + 4 <= count:
-            _multiply_tile(bits, levels, scales, sums, here, own, groups, out, row, block * LANES)
-            row += 4
-        while row < count:
-            _multiply_1(bits, levels, scales, sums, here, own, groups, out, row, block * LANES)
-            row += 1
+_empty_rows, _quantize_row, _multiply = row_functions()
 
 
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True)
@@ -81,22 +49,17 @@ def _normed(x, weight, epsilon, out):
 
 
 @numba.njit(nogil=True)
-def _quantize_row(x, row, factor, levels, scales, sums):
-    """x, a row of numbers, to levels[row]; its results are to be multiplied by factor."""
-    own = scales[row]
-    quantize(
-        x.ctypes.data, own.size, address_of(levels, row), own.ctypes.data, address_of(sums, row)
-    )
-    for i in range(own.size):
-        own[i] *= factor
+def _norm_rows(x, weight, epsilon, bits, factor, made, first, last):
+    normed, groups = np.empty(x.shape[1], np.float32), made[1].shape[1]
+    for row in range(first, last):
+        _normed(x[row], weight, epsilon, normed)
+        _quantize_row(normed, row, 0, groups, bits, factor, made)
 
 
 @numba.njit(nogil=True)
-def _norm_rows(x, weight, epsilon, factor, levels, scales, sums, first, last):
-    normed = np.empty(x.shape[1], np.float32)
+def _bring_rows(x, bits, factor, made, first, last):
     for row in range(first, last):
-        _normed(x[row], weight, epsilon, normed)
-        _quantize_row(normed, row, factor, levels, scales, sums)
+        _quantize_row(x[row], row, 0, made[1].shape[1], bits, factor, made)
 
 
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True)
@@ -123,11 +86,13 @@ def _gated(gate, up, out, powers):
 
 
 @numba.njit(nogil=True)
-def _gate_rows(both, size, factor, levels, scales, sums, first, last):
-    made, powers = np.empty(size, np.float32), np.empty(size, np.int32)
-    for row in range(first, last):
-        _gated(both[row, :size], both[row, size : 2 * size], made, powers)
-        _quantize_row(made, row, factor, levels, scales, sums)
+def _gate_groups(both, size, bits, factor, made, first, last):
+    """silu(gate) * up of rows both [T, gate and up], as the groups first:last of made."""
+    start, end = first * GROUP, last * GROUP
+    own, powers = np.empty(end - start, np.float32), np.empty(end - start, np.int32)
+    for row in range(both.shape[0]):
+        _gated(both[row, start:end], both[row, size + start : size + end], own, powers)
+        _quantize_row(own, row, first, last, bits, factor, made)
 
 
 @numba.njit(nogil=True)
@@ -179,36 +144,33 @@ def _add_rows(x, more, bias, out, first, last):
 
 @numba.njit(parallel=True, nogil=True)
 def _project(
-    bits, x, norm, epsilon, weights, weight_scales, factor, bias, positions, cos_sin, halves,
-    queries, keys, values, slots, threads,
+    bits, x, norm, epsilon, weights, factor, bias, positions, cos_sin, halves,
+    queries, keys, values, slots, rows, made, threads,
 ):  # fmt: skip
     """A layer's input to its queries, and to keys and values in the KV pool.
 
     Args:
         bits: 8 or 4, of the weights.
         x: [T, K] float32; norm [K], epsilon: the RMS norm before the attention.
-        weights, weight_scales, factor: of the projection to q, k and v (group_weights.py).
+        weights, factor: levels and scales of the projection to q, k and v (group_weights.py).
         bias: float32 of its outputs, or empty.
         positions: [T] int64; cos_sin, halves: as rotary.py has them.
         queries: [T, H, D] float32, written.
         keys, values: [S, KH, D] float32, the layer's KV pool; slots [T] int64 are written.
+        rows, made: written: the rows in 8 bits, and what the projection makes of them.
         threads: how many share the work; the result does not depend on it.
     """
-    count, groups, blocks = x.shape[0], weights.shape[1], weights.shape[0]
-    levels = np.empty((count, groups * GROUP), np.int8)
-    scales = np.empty((count, groups), np.float32)
-    sums = np.empty((count, groups), np.int32)
-    made = np.empty((count, blocks * LANES), np.float32)
+    count, blocks = x.shape[0], weights[0].shape[0]
     many = count >= _MANY_ROWS
     if many:
         for thread in numba.prange(threads):
             first, last = count * thread // threads, count * (thread + 1) // threads
-            _norm_rows(x, norm, epsilon, factor, levels, scales, sums, first, last)
+            _norm_rows(x, norm, epsilon, bits, factor, rows, first, last)
     else:
-        _norm_rows(x, norm, epsilon, factor, levels, scales, sums, 0, count)
+        _norm_rows(x, norm, epsilon, bits, factor, rows, 0, count)
     for thread in numba.prange(threads):
         first, last = blocks * thread // threads, blocks * (thread + 1) // threads
-        _multiply(bits, levels, scales, sums, weights, weight_scales, made, first, last)
+        _multiply(bits, rows, weights, made, first, last)
     if many:
         for thread in numba.prange(threads):
             first, last = count * thread // threads, count * (thread + 1) // threads
@@ -221,82 +183,63 @@ def _project(
 
 @numba.njit(parallel=True, nogil=True)
 def _complete(
-    bits, attended, x, o_weights, o_scales, o_factor, o_bias, norm, epsilon,
-    up_weights, up_scales, up_factor, size, down_weights, down_scales, down_factor, out, threads,
+    bits, attended, x, o_weights, o_factor, o_bias, norm, epsilon,
+    up_weights, up_factor, down_weights, down_factor, out, room, threads,
 ):  # fmt: skip
     """From the attention's output to the layer's: output projection, norm and gated MLP.
 
     Args:
         bits: 8 or 4, of the weights.
         attended: [T, H * D] float32; x [T, K] float32: the layer's input.
-        o_...: the output projection; up_...: to gate and up; down_...: behind them.
+        o_...: the output projection; up_...: to gate and up, as many each; down_...: behind them.
+            Weights are levels and scales (group_weights.py).
         norm: [K] float32; epsilon: the RMS norm before the MLP.
-        size: of the gate, and as much of up.
         out: [T, K] float32, written: x and what attention and MLP add to it.
+        room: written: rows in 8 bits for each product, gate and up, and what products add to x.
         threads: how many share the work; the result does not depend on it.
     """
-    count = x.shape[0]
-    widest = max(o_weights.shape[1], up_weights.shape[1], down_weights.shape[1])
-    outputs = max(o_weights.shape[0], up_weights.shape[0], down_weights.shape[0]) * LANES
-    levels = np.empty(count * widest * GROUP, np.int8)
-    scales = np.empty(count * widest, np.float32)
-    sums = np.empty(count * widest, np.int32)
-    made = np.empty((count, outputs), np.float32)
+    count, blocks = x.shape[0], o_weights[0].shape[0]
+    rows, rows_up, rows_down, made, added = room
     many = count >= _MANY_ROWS
-
-    groups, blocks = o_weights.shape[1], o_weights.shape[0]
-    levels_o = levels[: count * groups * GROUP].reshape(count, groups * GROUP)
-    scales_o = scales[: count * groups].reshape(count, groups)
-    sums_o = sums[: count * groups].reshape(count, groups)
-    if many:
-        for thread in numba.prange(threads):
-            for row in range(count * thread // threads, count * (thread + 1) // threads):
-                _quantize_row(attended[row], row, o_factor, levels_o, scales_o, sums_o)
-    else:
-        for row in range(count):
-            _quantize_row(attended[row], row, o_factor, levels_o, scales_o, sums_o)
-    for thread in numba.prange(threads):
-        first, last = blocks * thread // threads, blocks * (thread + 1) // threads
-        _multiply(bits, levels_o, scales_o, sums_o, o_weights, o_scales, made, first, last)
-
-    groups, blocks = up_weights.shape[1], up_weights.shape[0]
-    levels_up = levels[: count * groups * GROUP].reshape(count, groups * GROUP)
-    scales_up = scales[: count * groups].reshape(count, groups)
-    sums_up = sums[: count * groups].reshape(count, groups)
     if many:
         for thread in numba.prange(threads):
             first, last = count * thread // threads, count * (thread + 1) // threads
-            _add_rows(x, made, o_bias, out, first, last)
-            _norm_rows(out, norm, epsilon, up_factor, levels_up, scales_up, sums_up, first, last)
+            _bring_rows(attended, bits, o_factor, rows, first, last)
     else:
-        _add_rows(x, made, o_bias, out, 0, count)
-        _norm_rows(out, norm, epsilon, up_factor, levels_up, scales_up, sums_up, 0, count)
+        _bring_rows(attended, bits, o_factor, rows, 0, count)
     for thread in numba.prange(threads):
         first, last = blocks * thread // threads, blocks * (thread + 1) // threads
-        _multiply(bits, levels_up, scales_up, sums_up, up_weights, up_scales, made, first, last)
+        _multiply(bits, rows, o_weights, added, first, last)
 
-    groups, blocks = down_weights.shape[1], down_weights.shape[0]
-    levels_down = levels[: count * groups * GROUP].reshape(count, groups * GROUP)
-    scales_down = scales[: count * groups].reshape(count, groups)
-    sums_down = sums[: count * groups].reshape(count, groups)
     if many:
         for thread in numba.prange(threads):
             first, last = count * thread // threads, count * (thread + 1) // threads
-            _gate_rows(made, size, down_factor, levels_down, scales_down, sums_down, first, last)
+            _add_rows(x, added, o_bias, out, first, last)
+            _norm_rows(out, norm, epsilon, bits, up_factor, rows_up, first, last)
     else:
-        _gate_rows(made, size, down_factor, levels_down, scales_down, sums_down, 0, count)
+        _add_rows(x, added, o_bias, out, 0, count)
+        _norm_rows(out, norm, epsilon, bits, up_factor, rows_up, 0, count)
+    # A thread has the gate and up of the same groups, and makes them the next product's rows.
+    groups = down_weights[0].shape[1]
+    size, half = groups * GROUP, groups * (GROUP // LANES)
+    for thread in numba.prange(threads):
+        first, last = groups * thread // threads, groups * (thread + 1) // threads
+        start, end = first * (GROUP // LANES), last * (GROUP // LANES)
+        _multiply(bits, rows_up, up_weights, made, start, end)
+        _multiply(bits, rows_up, up_weights, made, half + start, half + end)
+        _gate_groups(made, size, bits, down_factor, rows_down, first, last)
+
+    blocks = down_weights[0].shape[0]
     for thread in numba.prange(threads):
         first, last = blocks * thread // threads, blocks * (thread + 1) // threads
-        _multiply(
-            bits, levels_down, scales_down, sums_down, down_weights, down_scales, made, first, last
-        )
+        _multiply(bits, rows_down, down_weights, added, first, last)
     nothing = np.empty(0, np.float32)
     if many:
         for thread in numba.prange(threads):
             first, last = count * thread // threads, count * (thread + 1) // threads
-            _add_rows(out, made, nothing, out, first, last)
+            _add_rows(out, added, nothing, out, first, last)
     else:
-        _add_rows(out, made, nothing, out, 0, count)
+        _add_rows(out, added, nothing, out, 0, count)
 
 
 @intrinsic
@@ -320,13 +263,18 @@ def _pool(address, slots, heads, size):
 
 
 @numba.njit(nogil=True)
-def _levels(address, blocks, groups, width):
-    return numba.carray(_pointer(address), (blocks, groups, width), np.uint8)
+def _weights(bits, own):
+    """Levels and scales of a weight, of its four columns of `addresses`."""
+    blocks, groups = own[2], own[3]
+    width, scale_width = (GROUP * LANES, LANES) if bits == 8 else (GROUP * LANES // 2, 2 * LANES)
+    levels = numba.carray(_pointer(own[0]), (blocks, groups, width), np.uint8)
+    return levels, numba.carray(_pointer(own[1]), (blocks, groups, scale_width), np.uint16)
 
 
 @numba.njit(nogil=True)
-def _scales(address, blocks, groups, width):
-    return numba.carray(_pointer(address), (blocks, groups, width), np.uint16)
+def _room_for(count, own):
+    """Rows of a product in 8 bits, and its outputs: of the weight in these columns."""
+    return _empty_rows(count, own[3]), np.empty((count, own[2] * LANES), np.float32)
 
 
 # Columns of `addresses` in `run_layers`: of a weight, four each; of a bias, two.
@@ -338,7 +286,7 @@ FIRST_EPSILON, QKV_FACTOR, OUT_FACTOR, SECOND_EPSILON, UP_FACTOR, DOWN_FACTOR = 
 
 @numba.njit(nogil=True, cache=True)
 def run_layers(
-    x, out, layers, numbers, bits, heads, kv_heads, size, gate_size, pools, pool_slots,
+    x, out, layers, numbers, bits, heads, kv_heads, size, pools, pool_slots,
     positions, cos_sin, halves, slots, norm, epsilon, normed,
     table, rows, starts, counts, extra, extra_starts, extra_counts, scale, soft_cap,
     attention_threads, threads,
@@ -351,7 +299,7 @@ def run_layers(
             levels and scales, its blocks of 16 outputs and groups of 32 inputs (group_weights.py);
             of a bias its address and size, 0 for none.
         numbers: [L, 6] float32.
-        bits: 8 or 4; gate_size: of the MLP's gate.
+        bits: 8 or 4.
         pools: [L, 2] int64, addresses of keys and of values, [pool_slots, kv_heads, size] float32.
         positions: [T] int64; cos_sin, halves: as rotary.py has them.
         slots: [T] int64, where keys and values are stored.
@@ -360,20 +308,23 @@ def run_layers(
         threads: how many share the work; the result does not depend on it.
     """
     count, columns = x.shape
-    width, scale_width = (GROUP * LANES, LANES) if bits == 8 else (GROUP * LANES // 2, 2 * LANES)
     queries = np.empty((count, heads, size), np.float32)
     attended = np.empty((count, heads, size), np.float32)
+    # Made once for all layers: large arrays come from the system, and go back to it.
+    rows_qkv, made_qkv = _room_for(count, layers[0, QKV:])
+    rows_o, added = _room_for(count, layers[0, OUT:])
+    rows_up, both = _room_for(count, layers[0, UP:])
+    room = rows_o, rows_up, _empty_rows(count, layers[0, DOWN + 3]), both, added
     here = x
     for layer in range(layers.shape[0]):
         own, number = layers[layer], numbers[layer]
         keys = _pool(pools[layer, 0], pool_slots, kv_heads, size)
         values = _pool(pools[layer, 1], pool_slots, kv_heads, size)
-        qkv, o, up, down = own[QKV:], own[OUT:], own[UP:], own[DOWN:]
         _project(
             bits, here, _floats(own[FIRST_NORM], columns), number[FIRST_EPSILON],
-            _levels(qkv[0], qkv[2], qkv[3], width), _scales(qkv[1], qkv[2], qkv[3], scale_width),
-            number[QKV_FACTOR], _floats(own[QKV_BIAS], own[QKV_BIAS + 1]),
-            positions, cos_sin, halves, queries, keys, values, slots, threads,
+            _weights(bits, own[QKV:]), number[QKV_FACTOR],
+            _floats(own[QKV_BIAS], own[QKV_BIAS + 1]),
+            positions, cos_sin, halves, queries, keys, values, slots, rows_qkv, made_qkv, threads,
         )  # fmt: skip
         _attend(
             queries, keys, values, attended, table, rows, starts, counts,
@@ -381,13 +332,11 @@ def run_layers(
         )  # fmt: skip
         _complete(
             bits, attended.reshape(count, heads * size), here,
-            _levels(o[0], o[2], o[3], width), _scales(o[1], o[2], o[3], scale_width),
-            number[OUT_FACTOR], _floats(own[OUT_BIAS], own[OUT_BIAS + 1]),
+            _weights(bits, own[OUT:]), number[OUT_FACTOR],
+            _floats(own[OUT_BIAS], own[OUT_BIAS + 1]),
             _floats(own[SECOND_NORM], columns), number[SECOND_EPSILON],
-            _levels(up[0], up[2], up[3], width), _scales(up[1], up[2], up[3], scale_width),
-            number[UP_FACTOR], gate_size,
-            _levels(down[0], down[2], down[3], width),
-            _scales(down[1], down[2], down[3], scale_width), number[DOWN_FACTOR], out, threads,
+            _weights(bits, own[UP:]), number[UP_FACTOR],
+            _weights(bits, own[DOWN:]), number[DOWN_FACTOR], out, room, threads,
         )  # fmt: skip
         here = out
     if norm.size:

@@ -91,7 +91,6 @@ class FusedDecoder:
         self._bits = products[0][0].bits
         self._heads, self._kv_heads = own.num_heads, own.num_kv_heads
         self._size = own.head_dim
-        self._gate_size = first.mlp.down_proj.weight.shape[1]
         self._cos_sin = own.rotary_emb.cos_sin_cache.numpy()
         self._halves = bool(own.rotary_emb.is_neox_style)
         self._norm = decoder.norm.weight.detach().numpy()
@@ -226,7 +225,7 @@ class FusedDecoder:
         kernel.run_layers(
             hidden.contiguous().numpy(), out.numpy(), self._addresses[start:end],
             self._numbers[start:end], self._bits, self._heads, self._kv_heads, self._size,
-            self._gate_size, self._pools[start:end], pool_slots, positions.numpy(), self._cos_sin,
+            self._pools[start:end], pool_slots, positions.numpy(), self._cos_sin,
             self._halves, batch.out_cache_loc.numpy(), self._norm if normed else _NO_FLOATS,
             self._epsilon, behind.numpy(), *backend.attention_arguments(attention, batch),
             self._threads,

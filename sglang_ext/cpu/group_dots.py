@@ -8,6 +8,10 @@ Sixteen outputs are computed at once, one a lane. LANES x GROUP weights lie toge
 inputs in turn, four bytes for each lane. Of 4 bits, a byte holds a weight of four inputs (low half)
 and one of the next four.
 
+A group of a row has a correction beside its levels and scale, made once for all outputs: where an
+instruction takes signed weights as unsigned ones, 128 times the levels' sum is taken off; where
+weights have a least value, that times the sum is added.
+
 Addresses are integers (`array.ctypes.data`).
 """
 
@@ -44,20 +48,25 @@ GROUP = 32
 QUADS = GROUP // 4
 _MOST_LEVEL = 127.0
 _LEAST_SIZE = 1e-36  # what is less has no reciprocal in float32; it counts as 0
-# Whose weights are asked for, so many groups ahead: a processor's own prefetching ends at a page.
-AHEAD = 8
+# Adding 1.5 * 2^23 to a float32 rounds it to the nearest integer, in the lowest bits.
+_ROUND, _ROUND_BITS = 12582912.0, 0x4B400000
+_LINE = 64  # bytes that memory gives at once
 BYTES_8, BYTES_4 = LANES * GROUP, LANES * GROUP // 2
 
 
 @intrinsic
-def multiply_8(typing_context, rows, scales, sums, weights, weight_scales, groups, to):
+def multiply_8(
+    typing_context, rows, scales, corrections, weights, weight_scales, groups, ahead, to
+):  # fmt: skip
     """Products of rows with sixteen outputs' weights in 8 bits, -127 to 127.
 
     Args:
         rows: a tuple of addresses: int8[groups * 32] each.
-        scales, sums: as many: float32[groups], and int32[groups], what a group's levels add up to.
+        scales, corrections: as many: float32[groups], int32[groups] (`quantize`).
         weights: address of int8[groups, 8, 16, 4].
         weight_scales: address of float16[groups, 16].
+        ahead: three numbers: what is asked for before it is needed, an address of weights with so
+            many bytes further for each group, and an address of scales; they need not be valid.
         to: a tuple of addresses, float32[16] each.
     """
 
@@ -66,7 +75,7 @@ def multiply_8(typing_context, rows, scales, sums, weights, weight_scales, group
         kernel = signed_dots(features_of(context))
 
         def group(g):
-            totals = [tile.start(kernel.shift * 128, row, g) for row in range(tile.rows)]
+            totals = [tile.start(kernel.shift, row, g) for row in range(tile.rows)]
             for quad in range(QUADS):
                 offset = builder.add(builder.mul(g, I64(BYTES_8)), I64(quad * 4 * LANES))
                 made = kernel.prepare(builder, load(builder, BYTES, tile.weights, offset, 1))
@@ -77,16 +86,20 @@ def multiply_8(typing_context, rows, scales, sums, weights, weight_scales, group
         tile.run(group)
         return context.get_dummy_value()
 
-    return types.void(rows, scales, sums, weights, weight_scales, groups, to), generate
+    kinds = (rows, scales, corrections, weights, weight_scales, groups, ahead, to)
+    return types.void(*kinds), generate
 
 
 @intrinsic
-def multiply_4(typing_context, rows, scales, sums, weights, weight_scales, groups, to):
+def multiply_4(
+    typing_context, rows, scales, corrections, weights, weight_scales, groups, ahead, to
+):  # fmt: skip
     """`multiply_8` with weights in 4 bits: a weight is its level, 0 to 15, by a scale and a least.
 
     Args:
         weights: address of uint8[groups, 4, 16, 4].
         weight_scales: address of float16[groups, 2, 16]: scales, then what level 0 stands for.
+        corrections: float32[groups].
     """
 
     def generate(context, builder, signature, args):
@@ -111,50 +124,63 @@ def multiply_4(typing_context, rows, scales, sums, weights, weight_scales, group
         tile.run(group)
         return context.get_dummy_value()
 
-    return types.void(rows, scales, sums, weights, weight_scales, groups, to), generate
+    kinds = (rows, scales, corrections, weights, weight_scales, groups, ahead, to)
+    return types.void(*kinds), generate
 
 
 @intrinsic
-def quantize(typing_context, row, groups, levels, scales, sums):
+def quantize(typing_context, row, groups, bits, factor, levels, scales, corrections):
     """A row to 8 bits, in groups of 32: the largest of a group becomes 127 or -127.
 
     A group with an infinity or a NaN gets a scale that is none either, and so do its products.
 
     Args:
         row: address of float32[groups * 32].
-        levels, scales, sums: addresses of int8[groups * 32], float32[groups] and int32[groups],
-            which are written: levels, what they are multiplied with, what they add up to.
+        bits: 8 or 4, of the weights that it will be multiplied by; factor: of the products.
+        levels, scales: addresses of int8[groups * 32] and float32[groups], which are written.
+        corrections: address of int32[groups], which is written: with 8 bits what the levels add up
+            to, by -128; with 4 the bits of a float32, what they add up to by the scale.
     """
 
     def generate(context, builder, signature, args):
-        row, groups, levels, scales, sums = args
+        row, groups, bits, factor, levels, scales, corrections = args
+        is_8 = builder.icmp_signed("==", bits, ir.Constant(bits.type, 8))
         with cgutils.for_range(builder, groups) as loop:
             starts = [
                 builder.add(builder.mul(loop.index, I64(GROUP)), I64(half * LANES))
                 for half in range(2)
             ]
             parts = [load(builder, FLOATS, row, start, 4) for start in starts]
-            sizes = [call(builder, "llvm.fabs.v16f32", FLOATS, part) for part in parts]
-            larger = call(builder, "llvm.maximum.v16f32", FLOATS, *sizes)
-            most = call(builder, "llvm.vector.reduce.fmaximum.v16f32", FLOAT, larger)
+            # As integers: the order is the same without signs, and NaN is above infinity.
+            sizes = [
+                builder.and_(builder.bitcast(part, WORDS), words(0x7FFFFFFF)) for part in parts
+            ]
+            larger = call(builder, "llvm.smax.v16i32", WORDS, *sizes)
+            most = call(builder, "llvm.vector.reduce.smax.v16i32", I32, larger)
+            most = builder.bitcast(most, FLOAT)
             usable = builder.and_(
                 builder.fcmp_ordered(">", most, FLOAT(_LEAST_SIZE)),
                 builder.fcmp_ordered("<", most, FLOAT(float("inf"))),
             )
             up = builder.select(usable, builder.fdiv(FLOAT(_MOST_LEVEL), most), FLOAT(0.0))
-            store(builder, builder.fdiv(most, FLOAT(_MOST_LEVEL)), scales, loop.index, 4)
+            scale = builder.fmul(builder.fdiv(most, FLOAT(_MOST_LEVEL)), factor)
+            store(builder, scale, scales, loop.index, 4)
             total = zeros(WORDS)
             for start, part in zip(starts, parts, strict=True):
                 scaled = builder.fmul(part, splat(builder, FLOATS, up))
-                nearest = call(builder, "llvm.rint.v16f32", FLOATS, scaled)
-                whole = call(builder, "llvm.fptosi.sat.v16i32.v16f32", WORDS, nearest)
+                scaled = builder.select(usable, scaled, zeros(FLOATS))
+                rounded = builder.fadd(scaled, ir.Constant(FLOATS, [_ROUND] * LANES))
+                whole = builder.sub(builder.bitcast(rounded, WORDS), words(_ROUND_BITS))
                 store(builder, builder.trunc(whole, LEVELS), levels, start, 1)
                 total = builder.add(total, whole)
             added = call(builder, "llvm.vector.reduce.add.v16i32", I32, total)
-            store(builder, added, sums, loop.index, 4)
+            by_scale = builder.bitcast(builder.fmul(scale, builder.sitofp(added, FLOAT)), I32)
+            correction = builder.select(is_8, builder.mul(added, I32(-128)), by_scale)
+            store(builder, correction, corrections, loop.index, 4)
         return context.get_dummy_value()
 
-    return types.void(row, groups, levels, scales, sums), generate
+    kinds = (row, groups, bits, factor, levels, scales, corrections)
+    return types.void(*kinds), generate
 
 
 class _Tile:
@@ -165,10 +191,11 @@ class _Tile:
         self._bytes, self._scale_bytes = group_bytes, scale_bytes
         self.rows = signature.args[0].count
         pick = builder.extract_value
-        self._levels, self._scales, self._sums, self._to = (
+        self._levels, self._scales, self._corrections, self._to = (
             [pick(tupled, i) for i in range(self.rows)]
-            for tupled in (args[0], args[1], args[2], args[6])
+            for tupled in (args[0], args[1], args[2], args[7])
         )
+        self._ahead, self._step, self._ahead_scales = (pick(args[6], i) for i in range(3))
         self.weights, self._weight_scales, self._groups = args[3:6]
         self._totals = [cgutils.alloca_once(builder, FLOATS) for _ in range(self.rows)]
 
@@ -185,26 +212,24 @@ class _Tile:
             builder.store(builder.load(total), place, align=4)
 
     def _ask_ahead(self, g):
-        """Ask for the weights of a group to come; the address need not be valid."""
+        """Ask for weights that are needed soon."""
         builder = self._builder
         kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(I8)] + [I32] * 3)
         prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        for address, size in (
-            (self.weights, self._bytes),
-            (self._weight_scales, self._scale_bytes),
+        for address, step, size in (
+            (self._ahead, self._step, self._bytes),
+            (self._ahead_scales, I64(self._scale_bytes), self._scale_bytes),
         ):
-            start = builder.mul(builder.add(g, I64(AHEAD)), I64(size))
-            for line in range(0, size, 64):
-                where = builder.add(address, builder.add(start, I64(line)))
-                pointer = builder.inttoptr(where, ir.PointerType(I8))
+            start = builder.add(address, builder.mul(g, step))
+            for line in range(0, size, _LINE):
+                pointer = builder.inttoptr(builder.add(start, I64(line)), ir.PointerType(I8))
                 builder.call(prefetch, [pointer, I32(0), I32(3), I32(1)])
 
     def start(self, shift, row, g):
-        """What a group's sum starts from, where `shift` was added to each weight."""
+        """What a group's sum starts from, where 128 was added to each weight (shift) or not."""
         if not shift:
             return zeros(WORDS)
-        here = load(self._builder, I32, self._sums[row], g, 4)
-        return splat(self._builder, WORDS, self._builder.mul(here, I32(-shift)))
+        return splat(self._builder, WORDS, load(self._builder, I32, self._corrections[row], g, 4))
 
     def four(self, row, g, quad):
         """Four levels of a row, sixteen times: <64 x i8>."""
@@ -225,9 +250,8 @@ class _Tile:
             total = builder.load(self._totals[row])
             total = multiply_add(builder, builder.sitofp(integers, FLOATS), both, total)
             if least is not None:
-                level_sum = builder.sitofp(load(builder, I32, self._sums[row], g, 4), FLOAT)
-                offset = splat(builder, FLOATS, builder.fmul(own, level_sum))
-                total = multiply_add(builder, least, offset, total)
+                correction = load(builder, FLOAT, self._corrections[row], g, 4)
+                total = multiply_add(builder, least, splat(builder, FLOATS, correction), total)
             builder.store(total, self._totals[row])
 
     def _halves(self, offset):

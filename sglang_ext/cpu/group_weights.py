@@ -9,6 +9,7 @@ is computed beside it, which is what makes speculative output plain output in th
 import logging
 
 import numba
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -71,7 +72,7 @@ class GroupWeight:
         padded = self.levels.shape[0] * LANES
         out = torch.empty(len(rows), padded)
         product(
-            self.bits, rows.numpy(), self.levels, self.scales, out.numpy(), self.factor,
+            self.bits, rows.numpy(), self.levels, self.scales, out.numpy(), np.float32(self.factor),
             self._threads,
         )  # fmt: skip
         if padded != self._rows:

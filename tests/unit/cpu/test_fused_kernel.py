@@ -93,8 +93,8 @@ def run(made: list[Layer], tokens: Pass, norm: np.ndarray, threads: int = 2) -> 
     pools = np.array([[each.keys.ctypes.data, each.values.ctypes.data] for each in made])
     out, normed = np.empty_like(tokens.x), np.empty_like(tokens.x)
     run_layers(
-        tokens.x, out, addresses, numbers, made[0].weights[0].bits, HEADS, KV_HEADS, SIZE, GATE,
-        pools, SLOTS, tokens.positions, tokens.cos_sin, True, tokens.slots, norm,
+        tokens.x, out, addresses, numbers, made[0].weights[0].bits, HEADS, KV_HEADS, SIZE, pools,
+        SLOTS, tokens.positions, tokens.cos_sin, True, tokens.slots, norm,
         np.float32(EPSILON), normed, *tokens.seen(), threads, threads,
     )  # fmt: skip
     return out, normed

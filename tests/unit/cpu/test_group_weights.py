@@ -1,10 +1,12 @@
 """8- and 4-bit weights: what they restore, and that a row's bits do not depend on other rows."""
 
 import numba
+import numpy as np
 import pytest
 import torch
 
 from sglang_ext.cpu import group_dots, group_kernel
+from sglang_ext.cpu.group_rows import row_functions
 from sglang_ext.cpu.group_weights import GroupWeight, grouped
 
 # Largest error of a product by its length, relative, for normal weights and rows.
@@ -143,11 +145,19 @@ def test_processors_without_vnni_give_the_same_bits(generator, monkeypatch, feat
     x = torch.randn(9, 96, generator=generator)
     expected = weight.linear(x)
     monkeypatch.setattr(group_dots, "features_of", lambda context: features)
-    for name in ("_tile_1", "_tile_4"):
-        fresh = numba.njit(getattr(group_kernel, name).py_func)
-        monkeypatch.setattr(group_kernel, name, fresh)
+    fresh = dict(zip(("_empty_rows", "_quantize_row", "_multiply"), row_functions(), strict=True))
+    for name, function in fresh.items():
+        monkeypatch.setattr(group_kernel, name, function)
+    rows = numba.njit(group_kernel._quantize_rows.py_func)
+    monkeypatch.setattr(group_kernel, "_quantize_rows", rows)
     out = torch.empty_like(expected)
     numba.njit(group_kernel.product.py_func)(
-        bits, x.numpy(), weight.levels, weight.scales, out.numpy(), weight.factor, 1
+        bits,
+        x.numpy(),
+        weight.levels,
+        weight.scales,
+        out.numpy(),
+        np.float32(weight.factor),
+        1,
     )
     assert torch.equal(out, expected)

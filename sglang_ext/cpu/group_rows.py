@@ -1,0 +1,101 @@
+"""Rows of float32 to 8 bits, and their products with weights in 8 or 4 bits, for numba kernels.
+
+`row_functions` compiles them anew for each kernel: numba makes helpers that another function was
+compiled with before half as fast.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+from sglang_ext.cpu.addresses import address_of, four_addresses
+from sglang_ext.cpu.group_dots import GROUP, multiply_4, multiply_8, quantize
+from sglang_ext.cpu.lane_vectors import LANES
+
+# Of a single pass over weights, whose next groups are asked for, so many groups before they are
+# needed: a processor's own prefetching ends at a page.
+_AHEAD = 8
+
+
+def row_functions() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """Three compiled functions on rows in 8 bits: (levels int8[T, K], scales, corrections).
+
+    The first, of (count, groups), makes room for so many. The second, of (x, row, first, last,
+    bits, factor, rows), brings x float32 to 8 bits, as the groups first:last of a row (see
+    `group_dots.quantize`).
+
+    The third, of (bits, rows, weights, out, first, last), multiplies all rows by the outputs of a
+    weight's blocks first:last, weights being (levels, scales) as group_weights.py has them, and
+    writes out[:, 16 * first : 16 * last] float32.
+    """
+
+    @numba.njit(nogil=True)
+    def empty_rows(count, groups):
+        levels = np.empty((count, groups * GROUP), np.int8)
+        scales = np.empty((count, groups), np.float32)
+        return levels, scales, np.empty((count, groups), np.int32)
+
+    @numba.njit(nogil=True)
+    def quantize_row(x, row, first, last, bits, factor, rows):
+        levels, scales, corrections = rows
+        behind = np.uintp(4 * first)
+        quantize(
+            x.ctypes.data, last - first, bits, factor,
+            address_of(levels, row) + np.uintp(GROUP * first),
+            address_of(scales, row) + behind, address_of(corrections, row) + behind,
+        )  # fmt: skip
+
+    @numba.njit(nogil=True)
+    def ahead_of(turn, turns, weights, block):
+        """What the turn-th pass over a block asks for: of several, the first two the next block."""
+        levels, scales = weights
+        here, own = address_of(levels, block), address_of(scales, block)
+        size, scale_size = levels.strides[1], scales.strides[1]
+        if turns == 1:
+            soon = np.uintp(_AHEAD * size)
+            return here + soon, np.uintp(size), own + np.uintp(_AHEAD * scale_size)
+        if turn > 1:
+            return here, np.uintp(0), own
+        following = here + np.uintp(levels.strides[0] + turn * (levels.strides[0] // 2))
+        return following, np.uintp(size // 2), own + np.uintp(scales.strides[0])
+
+    @numba.njit(nogil=True)
+    def one_row(bits, rows, row, weights, block, ahead, out):
+        levels, scales, corrections = rows
+        one = (address_of(levels, row),)
+        by, added = (address_of(scales, row),), (address_of(corrections, row),)
+        to = (address_of(out, row) + np.uintp(4 * LANES * block),)
+        here, own = address_of(weights[0], block), address_of(weights[1], block)
+        if bits == 8:
+            multiply_8(one, by, added, here, own, scales.shape[1], ahead, to)
+        else:
+            multiply_4(one, by, added, here, own, scales.shape[1], ahead, to)
+
+    @numba.njit(nogil=True)
+    def four_rows(bits, rows, row, weights, block, ahead, out):
+        levels, scales, corrections = rows
+        four = four_addresses(levels, row, 0)
+        by, added = four_addresses(scales, row, 0), four_addresses(corrections, row, 0)
+        to = four_addresses(out, row, 4 * LANES * block)
+        here, own = address_of(weights[0], block), address_of(weights[1], block)
+        if bits == 8:
+            multiply_8(four, by, added, here, own, scales.shape[1], ahead, to)
+        else:
+            multiply_4(four, by, added, here, own, scales.shape[1], ahead, to)
+
+    @numba.njit(nogil=True)
+    def multiply(bits, rows, weights, out, first, last):
+        count = rows[0].shape[0]
+        fours = count // 4
+        turns = fours + count % 4
+        for block in range(first, last):
+            for turn in range(turns):
+                ahead = ahead_of(turn, turns, weights, block)
+                if turn < fours:
+                    four_rows(bits, rows, 4 * turn, weights, block, ahead, out)
+                else:
+                    one_row(bits, rows, turn + 3 * fours, weights, block, ahead, out)
+
+    return empty_rows, quantize_row, multiply
