@@ -22,6 +22,7 @@ _LEVELS = 127
 _MOST_INPUTS = 2**31 // _LEVELS**2
 # Rows from which waking threads pays.
 _MANY_ROWS = 32
+_ROWS_AT_ONCE = 384
 
 
 @functools.cache
@@ -72,12 +73,17 @@ class ChannelWeight:
             rows.numpy(), rows.view(torch.int32).numpy(), levels.numpy(), scales.numpy(), threads
         )
         out = torch.empty(count, self._rows)
-        if count:
-            added = self._no_bias if bias is None else bias.detach().float()
-            sums = torch._int_mm(levels, self._levels)
+        added = self._no_bias if bias is None else bias.detach().float()
+        # Not all at once: sums of a few rows are still in the cache when they are scaled.
+        room = torch.empty(min(len(levels), _ROWS_AT_ONCE), self._rows, dtype=torch.int32)
+        for start in range(0, count, _ROWS_AT_ONCE):
+            some = slice(start, start + _ROWS_AT_ONCE)
+            sums = room[: len(levels[some])]
+            torch._int_mm(levels[some], self._levels, out=sums)
             scale_sums(
-                sums.numpy(), scales.numpy(), self._scales, added.numpy(), out.numpy(), threads
-            )
+                sums.numpy(), scales[some].numpy(), self._scales, added.numpy(), out[some].numpy(),
+                threads,
+            )  # fmt: skip
         return out.to(x.dtype).view(*x.shape[:-1], self._rows)
 
 

@@ -29,10 +29,11 @@ from sglang_ext.cpu.packed_weights import (
     PlainWeight,
     Product,
     can_pack,
+    for_encoder,
     for_prefill,
     in_bits,
     is_float_matrix,
-    prefills_by_channels,
+    has_fast_encoder,
 )
 from sglang_ext.cpu.released_weights import (
     check_weights_refused,
@@ -42,7 +43,7 @@ from sglang_ext.cpu.released_weights import (
 )
 from sglang_ext.options import Options
 from sglang_ext.sglang_points.hooking import hook
-from sglang_ext.whisper.encoder_decoder import is_prefill_only
+from sglang_ext.whisper.encoder_decoder import is_in_encoder, is_prefill_only
 
 PREPACK_VARIABLE = "SGLANG_EXT_CPU_PREPACK"
 
@@ -98,8 +99,9 @@ def _made(layer: Any, head: bool) -> _Packed | None:
     form = Options.from_env().cpu_weights
     bits = BITS.get(form)
     if bits is not None and is_float_matrix(layer.weight):
-        by_channels = is_prefill_only(layer) and prefills_by_channels(form)
-        pack = for_prefill if by_channels else in_bits
+        pack = in_bits
+        if has_fast_encoder(form) and is_prefill_only(layer):
+            pack = for_encoder if is_in_encoder(layer) else for_prefill
         made = pack(layer.weight, max(bits, _FEWEST_HEAD_BITS) if head else bits)
         if not isinstance(made, PlainWeight) and _has_it_alone(layer, head) and not keeps_weights():
             release(layer)

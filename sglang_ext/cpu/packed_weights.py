@@ -16,20 +16,22 @@ from sglang_ext.cpu.bf16_weights import Bf16Weight
 from sglang_ext.cpu.channel_weights import ChannelWeight, by_channels
 from sglang_ext.cpu.group_weights import GroupWeight, grouped
 from sglang_ext.cpu.product_rows import pack, product, rounded_up, rows_to_run
+from sglang_ext.cpu.rounded_weights import RoundedWeight
+from speech.bf16_attention import has_fast_bf16
 
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
 """Of a weight, by the formats of `--cpu-weights` that have fewer than float32."""
 
-PREFILL_BITS = ("int8", "int4")
-"""Formats with 8 bits by channels where a layer runs at prefill only: `bf16` rounds no row."""
+# `bf16` rounds no row.
+_FAST_ENCODER_FORMS = ("int8", "int4")
 
-ENCODER_VARIABLE = "SGLANG_EXT_CPU_INT8_ENCODER"
-"""Set to 0, it keeps groups of 32 inputs there too."""
+ENCODER_VARIABLE = "SGLANG_EXT_CPU_FAST_ENCODER"
+"""Set to 0, it keeps groups of 32 inputs in all layers."""
 
 
-def prefills_by_channels(form: str) -> bool:
-    """Whether layers that run at prefill only have 8 bits by channels with `--cpu-weights` form."""
-    return form in PREFILL_BITS and os.environ.get(ENCODER_VARIABLE) != "0"
+def has_fast_encoder(form: str) -> bool:
+    """Whether layers that run at prefill only have products of many rows with `--cpu-weights`."""
+    return form in _FAST_ENCODER_FORMS and os.environ.get(ENCODER_VARIABLE) != "0"
 
 
 class PackedWeight:
@@ -74,7 +76,7 @@ class PlainWeight:
         return F.linear(x, self._weight, bias)
 
 
-Product = PackedWeight | Bf16Weight | GroupWeight | ChannelWeight | PlainWeight
+Product = PackedWeight | Bf16Weight | GroupWeight | ChannelWeight | RoundedWeight | PlainWeight
 
 
 def in_bits(weight: torch.Tensor, bits: int) -> Product:
@@ -88,6 +90,13 @@ def for_prefill(weight: torch.Tensor, bits: int) -> Product:
     """`in_bits` for layers that have many rows whenever they run: 8 bits by channels for 8 or 4."""
     by_many = by_channels(weight) if bits != BITS["bf16"] else None
     return by_many or in_bits(weight, bits)
+
+
+def for_encoder(weight: torch.Tensor, bits: int) -> Product:
+    """`for_prefill` for layers that see one request's rows at a time: bfloat16 where it is fast."""
+    if bits == BITS["bf16"] or not has_fast_bf16():
+        return for_prefill(weight, bits)
+    return RoundedWeight(weight)
 
 
 def as_it_is(weight: torch.Tensor) -> PackedWeight | PlainWeight:

@@ -206,9 +206,9 @@ ENCODER = Point(
     "each request is encoded by itself, so that its states do not depend on others",
     takes="self, input_features, position_ids, forward_batch", cpu=True,
 )  # fmt: skip
-ENCODER_ATTENTION = Point(
-    _SRT + "models.whisper.WhisperAttention.forward", How.AROUND, "cpu/whisper_encoder",
-    "the encoder's attention in bfloat16, where weights have 8 or 4 bits",
+ENCODER_LAYER = Point(
+    _SRT + "models.whisper.WhisperEncoderLayer.forward", How.AROUND, "cpu/whisper_encoder",
+    "the encoder's layers in bfloat16, where weights have 8 or 4 bits",
     takes="self, hidden_states, forward_batch", cpu=True,
 )  # fmt: skip
 PREBUILT = Point(

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 
-# The attribute of modules that says so to what packs their weights (cpu/linear.py).
+# The attribute of modules that says so to what packs their weights (cpu/linear.py), by its name.
 _MARK = "_runs_at_prefill_only"
+_ENCODER = "encoder."
 
 
 def decoder_starts(batch: "ScheduleBatch") -> torch.Tensor:
@@ -90,12 +91,17 @@ class DecoderTimer:
 
 def runs_at_prefill_only(name: str) -> bool:
     """Whether the module `name` of SGLang's Whisper has no part in a decode step."""
-    return name.startswith("encoder.") or name.endswith(".encoder_attn.kv_proj")
+    return name.startswith(_ENCODER) or name.endswith(".encoder_attn.kv_proj")
 
 
 def is_prefill_only(module: Any) -> bool:
     """Whether `runs_at_prefill_only` is true of a module of a model whose weights are loaded."""
-    return getattr(module, _MARK, False)
+    return hasattr(module, _MARK)
+
+
+def is_in_encoder(module: Any) -> bool:
+    """Whether a module of a model whose weights are loaded is a part of its encoder."""
+    return getattr(module, _MARK, "").startswith(_ENCODER)
 
 
 def register() -> None:
@@ -133,7 +139,7 @@ def _before_weights_load(model: Any, *_args: Any, **_kwargs: Any) -> None:
     _zero_key_biases(model)
     for name, module in model.named_modules():
         if runs_at_prefill_only(name):
-            setattr(module, _MARK, True)
+            setattr(module, _MARK, name)
 
 
 def _zero_key_biases(model: Any) -> None:

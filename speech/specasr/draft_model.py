@@ -8,13 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from speech.bf16_attention import attend
 from speech.specasr.cache import DraftCache
+from speech.specasr.draft_encoder import DraftEncoder
 from speech.specasr.weights import Linear, Weights, WhisperShape
 
 TOP_K = 4
@@ -57,17 +56,13 @@ class Feed:
 
 
 @dataclass(frozen=True)
-class _EncoderLayer:
+class _DecoderLayer:
     attention_norm: tuple[torch.Tensor, torch.Tensor]
     qkv: Linear
     out: Linear
     final_norm: tuple[torch.Tensor, torch.Tensor]
     fc1: Linear
     fc2: Linear
-
-
-@dataclass(frozen=True)
-class _DecoderLayer(_EncoderLayer):
     cross_norm: tuple[torch.Tensor, torch.Tensor]
     cross_q: Linear
     cross_out: Linear
@@ -78,21 +73,7 @@ class DraftWhisper:
 
     def __init__(self, shape: WhisperShape, weights: Weights) -> None:
         self.shape = shape
-        self._dtype = weights.dtype
-        # Rows of 8 bits have lost more already than bfloat16 loses.
-        exact = F.scaled_dot_product_attention
-        self._attend_frames = attend if weights.precision == "int8" else exact
-        self._convs = [
-            (weights.take(f"encoder.conv{i}.weight"), weights.take(f"encoder.conv{i}.bias"))
-            for i in (1, 2)
-        ]
-        heads = shape.encoder_heads
-        self._encoder_positions = weights.take("encoder.embed_positions.weight")
-        self._encoder_layers = [
-            _EncoderLayer(**_shared_parts(weights, f"encoder.layers.{index}", shape, heads))
-            for index in range(shape.encoder_layers)
-        ]
-        self._encoder_norm = weights.norm("encoder.layer_norm")
+        self._encoder = DraftEncoder(shape, weights)
         self._decoder_layers = [
             _decoder_layer(weights, f"decoder.layers.{i}", shape)
             for i in range(shape.decoder_layers)
@@ -154,16 +135,7 @@ class DraftWhisper:
                 f"features are {bins} x {frames}; the draft model takes {self.shape.mel_bins} mel "
                 f"bins x 1 to {2 * self.shape.source_positions} frames"
             )
-        heard = features[None, :, : audio_frames(features, 2 * margin)]
-        x = heard.to(self._embeddings.device, self._dtype, non_blocking=True)
-        x = F.gelu(F.conv1d(x, *self._convs[0], padding=1))
-        x = F.gelu(F.conv1d(x, *self._convs[1], stride=2, padding=1))[0].T
-        x = x + self._encoder_positions[: len(x)]
-        for layer in self._encoder_layers:
-            q, k, v = _heads(layer.qkv(_norm(x, layer.attention_norm)), 3, self.shape.encoder_heads)
-            x = x + layer.out(_merge(self._attend_frames(q, k, v, scale=1.0)))
-            x = x + _mlp(x, layer)
-        hidden = _norm(x, self._encoder_norm)
+        hidden = self._encoder(features[None, :, : audio_frames(features, 2 * margin)])
         shape = self.shape
         cross = self._cross_kv(hidden).view(
             len(hidden), shape.decoder_layers, 2, shape.decoder_heads, -1
@@ -310,27 +282,20 @@ def audio_frames(features: torch.Tensor, margin: int) -> int:
     return min(features.shape[1], -(-(end + margin) // 2) * 2)
 
 
-def _shared_parts(weights: Weights, name: str, shape: WhisperShape, heads: int) -> dict[str, Any]:
-    scale = (shape.d_model // heads) ** -0.5
-    attention = f"{name}.self_attn"
-    return {
-        "attention_norm": weights.norm(f"{name}.self_attn_layer_norm"),
-        # The scale of the scores is folded into the queries.
-        "qkv": weights.linear(*(f"{attention}.{part}_proj" for part in "qkv"), scale_first=scale),
-        "out": weights.linear(f"{attention}.out_proj"),
-        "final_norm": weights.norm(f"{name}.final_layer_norm"),
-        "fc1": weights.linear(f"{name}.fc1"),
-        "fc2": weights.linear(f"{name}.fc2"),
-    }
-
-
 def _decoder_layer(weights: Weights, name: str, shape: WhisperShape) -> _DecoderLayer:
+    # The scale of the scores is folded into the queries.
     scale = (shape.d_model // shape.decoder_heads) ** -0.5
+    own, cross = f"{name}.self_attn", f"{name}.encoder_attn"
     return _DecoderLayer(
-        **_shared_parts(weights, name, shape, shape.decoder_heads),
-        cross_norm=weights.norm(f"{name}.encoder_attn_layer_norm"),
-        cross_q=weights.linear(f"{name}.encoder_attn.q_proj", scale_first=scale),
-        cross_out=weights.linear(f"{name}.encoder_attn.out_proj"),
+        attention_norm=weights.norm(f"{own}_layer_norm"),
+        qkv=weights.linear(*(f"{own}.{part}_proj" for part in "qkv"), scale_first=scale),
+        out=weights.linear(f"{own}.out_proj"),
+        final_norm=weights.norm(f"{name}.final_layer_norm"),
+        fc1=weights.linear(f"{name}.fc1"),
+        fc2=weights.linear(f"{name}.fc2"),
+        cross_norm=weights.norm(f"{cross}_layer_norm"),
+        cross_q=weights.linear(f"{cross}.q_proj", scale_first=scale),
+        cross_out=weights.linear(f"{cross}.out_proj"),
     )
 
 
@@ -338,7 +303,7 @@ def _norm(x: torch.Tensor, parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
     return torch.layer_norm(x, x.shape[-1:], *parts)
 
 
-def _mlp(x: torch.Tensor, layer: _EncoderLayer) -> torch.Tensor:
+def _mlp(x: torch.Tensor, layer: _DecoderLayer) -> torch.Tensor:
     return layer.fc2(F.gelu(layer.fc1(_norm(x, layer.final_norm))))
 
 

@@ -108,13 +108,17 @@ class Weights:
 
     def linear(self, *names: str, scale_first: float = 1.0) -> Linear:
         """The product with the named layers' weights, stacked; the first one's output scaled."""
+        return self._linear(*self.stacked(*names, scale_first=scale_first))
+
+    def stacked(self, *names: str, scale_first: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [N, K] and biases [N] of the named layers, as `linear` has them, in float32."""
         weights = [self._stored(f"{name}.weight") for name in names]
         biases = [
             torch.zeros(len(weight)) if name.endswith("k_proj") else self._stored(f"{name}.bias")
             for name, weight in zip(names, weights, strict=True)
         ]
         weights[0], biases[0] = weights[0] * scale_first, biases[0] * scale_first
-        return self._linear(torch.cat(weights), torch.cat(biases))
+        return torch.cat(weights), torch.cat(biases)
 
     def head(self) -> Linear:
         """The product that gives logits: the token embeddings, no bias."""

@@ -1,0 +1,92 @@
+"""The draft model's encoder: in bfloat16 where weights have 8 bits and the CPU is fast at it."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from speech.bf16_attention import has_fast_bf16
+from speech.bf16_encoder import Bf16Layer, embedded
+from speech.bf16_products import Bf16Product
+from speech.specasr.weights import Weights, WhisperShape
+
+Layer = Callable[[torch.Tensor], torch.Tensor]
+
+
+class DraftEncoder:
+    """Features to the states that a Whisper's decoder attends to."""
+
+    def __init__(self, shape: WhisperShape, weights: Weights) -> None:
+        self._dtype = weights.dtype
+        # Rows of 8 bits would lose more than bfloat16 loses.
+        self._rounds = weights.precision == "int8" and has_fast_bf16()
+        self._convs = [
+            (weights.take(f"encoder.conv{i}.weight"), weights.take(f"encoder.conv{i}.bias"))
+            for i in (1, 2)
+        ]
+        self._positions = weights.take("encoder.embed_positions.weight")
+        layer = _bf16_layer if self._rounds else _layer
+        self._layers = [
+            layer(weights, f"encoder.layers.{index}", shape)
+            for index in range(shape.encoder_layers)
+        ]
+        self._norm = norm_of(weights, "encoder.layer_norm")
+
+    def __call__(self, features: torch.Tensor) -> torch.Tensor:
+        """[1, mels, frames] on any device -> [frames / 2, d_model] on the weights'."""
+        x = features.to(self._positions.device, self._dtype, non_blocking=True)
+        x = self._embedded(x)[0]
+        x = x + self._positions[: len(x)]
+        for layer in self._layers:
+            x = layer(x)
+        return self._norm(x)
+
+    def _embedded(self, x: torch.Tensor) -> torch.Tensor:
+        if self._rounds:
+            return embedded(x, self._convs)
+        for stride, conv in enumerate(self._convs, 1):
+            x = F.gelu(F.conv1d(x, *conv, stride=stride, padding=1))
+        return x.mT
+
+
+def norm_of(weights: Weights, name: str) -> Layer:
+    """A LayerNorm of the last axis."""
+    weight, bias = weights.norm(name)
+    return lambda x: torch.layer_norm(x, x.shape[-1:], weight, bias)
+
+
+def _layer(weights: Weights, name: str, shape: WhisperShape) -> Layer:
+    heads, attention = shape.encoder_heads, f"{name}.self_attn"
+    attention_norm = norm_of(weights, f"{attention}_layer_norm")
+    final_norm = norm_of(weights, f"{name}.final_layer_norm")
+    qkv = weights.linear(*(f"{attention}.{part}_proj" for part in "qkv"))
+    out = weights.linear(f"{attention}.out_proj")
+    fc1, fc2 = weights.linear(f"{name}.fc1"), weights.linear(f"{name}.fc2")
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        parts = qkv(attention_norm(x)).unflatten(-1, (3, heads, -1)).permute(1, 2, 0, 3)
+        seen = F.scaled_dot_product_attention(*parts[:, None])[0]
+        x = x + out(seen.transpose(0, 1).flatten(1))
+        return x + fc2(F.gelu(fc1(final_norm(x))))
+
+    return layer
+
+
+def _bf16_layer(weights: Weights, name: str, shape: WhisperShape) -> Layer:
+    attention = f"{name}.self_attn"
+    product = partial(_product, weights)
+    return Bf16Layer(
+        attention_norm=norm_of(weights, f"{attention}_layer_norm"),
+        qkv=product(*(f"{attention}.{part}_proj" for part in "qkv")),
+        out=product(f"{attention}.out_proj"),
+        final_norm=norm_of(weights, f"{name}.final_layer_norm"),
+        fc1=product(f"{name}.fc1"),
+        fc2=product(f"{name}.fc2"),
+        heads=shape.encoder_heads,
+        scale=(shape.d_model // shape.encoder_heads) ** -0.5,
+    )
+
+
+def _product(weights: Weights, *names: str) -> Bf16Product:
+    return Bf16Product(*weights.stacked(*names))
