@@ -31,9 +31,9 @@ from sglang_ext.cpu.packed_weights import (
     can_pack,
     for_encoder,
     for_prefill,
+    has_fast_encoder,
     in_bits,
     is_float_matrix,
-    has_fast_encoder,
 )
 from sglang_ext.cpu.released_weights import (
     check_weights_refused,
