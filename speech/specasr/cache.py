@@ -20,17 +20,26 @@ class DraftCache:
     Attributes:
         keys, values: float [layers, heads, capacity, head_dim], of the decoder's tokens.
         cross_keys, cross_values: float [layers, heads, frames, head_dim], of the audio; the others
-            have their dtype and device.
+            have their device.
         tokens: the token of each slot in use.
         depths: the position of each slot's token in its sequence.
+
+    Args:
+        dtype: of keys and values; None: that of the audio's.
     """
 
-    def __init__(self, cross_keys: torch.Tensor, cross_values: torch.Tensor) -> None:
+    def __init__(
+        self,
+        cross_keys: torch.Tensor,
+        cross_values: torch.Tensor,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.cross_keys = cross_keys
         self.cross_values = cross_values
         layers, heads, _, head_dim = cross_keys.shape
-        self.keys = cross_keys.new_zeros(layers, heads, _FIRST_CAPACITY, head_dim)
-        self.values = cross_keys.new_zeros(layers, heads, _FIRST_CAPACITY, head_dim)
+        shape = layers, heads, _FIRST_CAPACITY, head_dim
+        self.keys = cross_keys.new_zeros(shape, dtype=dtype)
+        self.values = cross_keys.new_zeros(shape, dtype=dtype)
         self.visible = np.zeros((_FIRST_CAPACITY, _FIRST_CAPACITY), dtype=bool)
         self.tokens: list[int] = []
         self.depths: list[int] = []

@@ -15,12 +15,16 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 
 
 class DraftEncoder:
-    """Features to the states that a Whisper's decoder attends to."""
+    """Features to the states that a Whisper's decoder attends to.
+
+    Attributes:
+        dtype: that it computes in, mostly.
+    """
 
     def __init__(self, shape: WhisperShape, weights: Weights) -> None:
-        self._dtype = weights.dtype
         # Rows of 8 bits would lose more than bfloat16 loses.
         self._rounds = weights.precision == "int8" and has_fast_bf16()
+        self.dtype = torch.bfloat16 if self._rounds else weights.dtype
         self._convs = [
             (weights.take(f"encoder.conv{i}.weight"), weights.take(f"encoder.conv{i}.bias"))
             for i in (1, 2)
@@ -35,7 +39,7 @@ class DraftEncoder:
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         """[1, mels, frames] on any device -> [frames / 2, d_model] on the weights'."""
-        x = features.to(self._positions.device, self._dtype, non_blocking=True)
+        x = features.to(self._positions.device, self._positions.dtype, non_blocking=True)
         x = self._embedded(x)[0]
         x = x + self._positions[: len(x)]
         for layer in self._layers:

@@ -140,8 +140,10 @@ class DraftWhisper:
         cross = self._cross_kv(hidden).view(
             len(hidden), shape.decoder_layers, 2, shape.decoder_heads, -1
         )
+        # Read whole for each token: half the bytes are half of that.
+        cross = cross.to(self._encoder.dtype)
         keys, values = cross.permute(2, 1, 3, 0, 4).contiguous()
-        return DraftCache(keys, values)
+        return DraftCache(keys, values, self._embeddings.dtype)
 
     @torch.inference_mode()
     def logits(self, caches: Sequence[DraftCache], feeds: Sequence[Feed]) -> torch.Tensor:
@@ -235,11 +237,11 @@ class DraftWhisper:
             row = rows.stop
             out.append(
                 F.scaled_dot_product_attention(
-                    q[None, :, rows],
+                    q[None, :, rows].to(cache.cross_keys.dtype),
                     cache.cross_keys[index][None],
                     cache.cross_values[index][None],
                     scale=1.0,
-                )[0]
+                )[0].to(x.dtype)
             )
         return layer.cross_out(_merge(out[0] if len(out) == 1 else torch.cat(out, dim=1)))
 
