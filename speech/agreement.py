@@ -83,8 +83,6 @@ class CommitPolicy(ABC):
     """Whether hypotheses must say how far into the audio their words look."""
 
     def __init__(self) -> None:
-        self.doubts = False
-        """Whether the next hypothesis is to be heard with care (`hear`)."""
         self._committed: list[str] = []  # keys of the words, as they were committed
 
     def hear(
@@ -93,7 +91,6 @@ class CommitPolicy(ABC):
         last: bool = False,
         behind: Sequence[float | None] = (),
         sure: Sequence[bool] = (),
-        careful: bool = False,
     ) -> tuple[int, int]:
         """Take the next hypothesis.
 
@@ -103,7 +100,6 @@ class CommitPolicy(ABC):
             behind: for each word, seconds of audio that were heard behind the place which it
                 attends to; None, or no list: it is not known.
             sure: for each word, whether the recogniser is; no list: of all.
-            careful: it was heard with care, since words were not sure.
 
         Returns:
             first, end: words[first:end] are committed now; the ones from `end` on are unstable.
@@ -113,7 +109,7 @@ class CommitPolicy(ABC):
         tail = list(words[first:])
         known = list(behind[first:]) or [None] * len(tail)
         surely = list(sure[first:]) or [True] * len(tail)
-        count = len(tail) if last else self._settled(tail, known, surely, careful)
+        count = len(tail) if last else self._settled(tail, known, surely)
         self._committed += keys[first : first + count]
         return first, first + count
 
@@ -125,15 +121,12 @@ class CommitPolicy(ABC):
         del self._committed[: aligned_prefix([_key(word) for word in words], self._committed)]
 
     @abstractmethod
-    def _settled(
-        self, tail: list[str], behind: list[float | None], sure: list[bool], careful: bool
-    ) -> int:
+    def _settled(self, tail: list[str], behind: list[float | None], sure: list[bool]) -> int:
         """How many of the words behind the committed ones are committed now.
 
         Args:
             tail: those words.
             behind, sure: of each of them, as in `hear`.
-            careful: as in `hear`.
         """
 
 
@@ -144,16 +137,15 @@ class LocalAgreement(CommitPolicy):
         super().__init__()
         self._tail: list[str] = []  # the last hypothesis's words behind the committed ones
 
-    def _settled(
-        self, tail: list[str], behind: list[float | None], sure: list[bool], careful: bool
-    ) -> int:
-        agreed = _agreed(self._tail, tail)
+    def _settled(self, tail: list[str], behind: list[float | None], sure: list[bool]) -> int:
+        agreed = agreed_prefix(self._tail, tail)
         self._tail = tail[agreed:]
         return agreed
 
 
-def _agreed(before: Sequence[str], now: Sequence[str]) -> int:
-    """How many words both begin with."""
+def agreed_prefix(before: Sequence[str], now: Sequence[str]) -> int:
+    """How many words two successive hypotheses, or what follows a place in them, begin with
+    alike."""
     count = 0
     for a, b in zip(before, now, strict=False):
         if not same_word(a, b):

@@ -7,26 +7,28 @@ Translation with Offline Speech and LLM Models in CUNI Submission to IWSLT 2025"
 The decoder's cross-attention tells from which frame of the encoder a token was written. Where that
 frame is among the last ones of the audio so far, the token was written from what is still being
 said, and may change; it and all behind it wait. A hypothesis is enough, where LocalAgreement-2
-needs two.
+needs two; where a second one says the same, a word waits for less (not in the papers).
 """
 
 import math
 from typing import ClassVar
 
-from speech.agreement import CommitPolicy
+from speech.agreement import CommitPolicy, agreed_prefix
 from speech.chunks import FRAME_S
 from speech.hypotheses import REWIND_S
 
 # A hypothesis' last word may be the beginning of a longer one: so many more frames lie behind it
-# (SimulStreaming leaves it out altogether), and behind one that is not sure.
-_WAIT_FRAMES = 25
+# (SimulStreaming leaves it out altogether).
+_LAST_FRAMES = 25
+# A word that the recogniser is not sure of changes more often, in the next hypothesis as well.
+_UNSURE = 3
 
 
 class AlignAtt(CommitPolicy):
     """Commits words as long as each attends to a place that lies behind the end of the audio.
 
-    A word that the recogniser is not sure of waits until it was heard with care (not in the
-    papers).
+    A word that two successive hypotheses agree on waits for half as many frames, one that the
+    recogniser is not sure of for three times as many (neither is in the papers).
 
     Args:
         frames: of the encoder, at least so many must have been heard behind the place.
@@ -42,24 +44,26 @@ class AlignAtt(CommitPolicy):
         if frames < 0:
             raise ValueError(f"AlignAtt holds back 0 frames or more, got {frames}")
         self._frames = frames
+        self._tail: list[str] = []  # the last hypothesis's words behind the committed ones
 
-    def _settled(
-        self, tail: list[str], behind: list[float | None], sure: list[bool], careful: bool
-    ) -> int:
-        settled, nearest, self.doubts = 0, math.inf, False
+    def _settled(self, tail: list[str], behind: list[float | None], sure: list[bool]) -> int:
+        agreed = agreed_prefix(self._tail, tail)
+        settled, nearest = 0, math.inf
         for place, (seconds, certain) in enumerate(zip(behind, sure, strict=True)):
+            if seconds is None:
+                continue  # it is settled with the next word that is known
             last = place == len(tail) - 1
-            waits = last or (careful and not certain)
-            if seconds is not None and not self._passed(seconds, waits, nearest):
+            least = self._least(place < agreed, certain, last)
+            # Nor is it a rewind before the others' places.
+            if round(seconds / FRAME_S) < least or seconds > nearest + REWIND_S:
                 break
-            if not (certain or careful):
-                self.doubts = not last
-                break
-            if seconds is not None:  # else it is settled with the next word that is known
-                settled, nearest = place + 1, min(nearest, seconds)
+            settled, nearest = place + 1, min(nearest, seconds)
+        self._tail = tail[settled:]
         return settled
 
-    def _passed(self, seconds: float, waits: bool, nearest: float) -> bool:
-        """Whether a word's place lies far enough behind, and not a rewind before the others'."""
-        least = self._frames + (_WAIT_FRAMES if waits else 0)
-        return round(seconds / FRAME_S) >= least and seconds <= nearest + REWIND_S
+    def _least(self, agreed: bool, certain: bool, last: bool) -> int:
+        """So many frames at least lie behind a word."""
+        frames = self._frames if certain else self._frames * _UNSURE
+        if agreed:
+            return frames // 2
+        return max(frames, self._frames + _LAST_FRAMES) if last else frames

@@ -66,7 +66,6 @@ class Window:
         start: where it begins in the audio, in seconds.
         prompt: what was said before it.
         final: it ends in a silence or with the audio, and will not be transcribed again.
-        careful: words wait for it that the recogniser was not sure of.
         probabilities: float32[frames] of speech, of its frames of 32 ms.
     """
 
@@ -74,7 +73,6 @@ class Window:
     start: float
     prompt: str
     final: bool
-    careful: bool
     probabilities: np.ndarray
 
 
@@ -224,8 +222,7 @@ class StreamingRecognizer:
         start = self._audio.origin / FRAMES_PER_SECOND
         probabilities = self._audio.probabilities[:frames]
         samples = self._audio.first(frames)
-        careful = self._policy.doubts
-        return Window(samples, start, self._prompt, final, careful, probabilities)
+        return Window(samples, start, self._prompt, final, probabilities)
 
     def _spoken(self, window: Window) -> float:
         """Where speech ends in a window, in seconds of the audio."""
@@ -263,7 +260,7 @@ class StreamingRecognizer:
         behind = [None if word.look is None else heard - word.look for word in words]
         sure = list(map(_sure, words))
         texts = [word.text for word in words]
-        first, last = self._policy.hear(texts, window.final, behind, sure, window.careful)
+        first, last = self._policy.hear(texts, window.final, behind, sure)
         frames = len(window.samples) // FRAME_SAMPLES
         self._heard = start + frames
         committed, unstable = self._shown(words, first, last, window.final)

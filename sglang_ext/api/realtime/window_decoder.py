@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.5
 # Whisper's own limit: 448 tokens for 30 seconds.
 _MOST_TOKENS, _MOST_TOKENS_A_SECOND = 12, 15
-_CAREFUL = 2  # times the silence: Whisper hears better in longer windows
 
 
 @dataclass
@@ -143,8 +142,7 @@ class WindowDecoder:
         params = dict(self._params)
         if not window.final:
             params["ingest"] = False
-            silence = self._settings.policy.padding_s * (_CAREFUL if window.careful else 1)
-            heard = math.ceil((chunk.duration + silence) / FRAME_S)
+            heard = math.ceil((chunk.duration + self._settings.policy.padding_s) / FRAME_S)
             params[AUDIO_CTX] = min(heard, MOST_FRAMES)
         if self._guided:
             params[FRAMES] = MOST_FRAMES

@@ -24,11 +24,10 @@ def hear(
     *behind: float | None,
     last: bool = False,
     unsure: Sequence[int] = (),
-    careful: bool = False,
 ) -> str:
     words = split_words(text)
     sure = [place not in unsure for place in range(len(words))]
-    first, end = policy.hear(words, last, behind, sure, careful)
+    first, end = policy.hear(words, last, behind, sure)
     return "".join(words[first:end]).strip()
 
 
@@ -37,7 +36,7 @@ def test_words_are_committed_up_to_the_first_that_attends_to_the_end():
     assert hear(policy, "And so my fell", 0.9, 0.5, 0.2, 0.1) == "And so my"
     # What lies behind the one that waits waits too, wherever it looks.
     assert hear(policy, "And so my fellow Americans ask", 2, 2, 2, 0.5, 0.1, 0.6) == "fellow"
-    assert hear(policy, "And so my fellow Americans ask", 3, 3, 3, 1, 0.6, 0.18) == "Americans"
+    assert hear(policy, "And so my fellow Americans ask", 3, 3, 3, 1, 0.6, 0.08) == "Americans"
 
 
 def test_at_the_limit_a_word_is_committed_whatever_the_rounding():
@@ -52,26 +51,47 @@ def test_a_last_word_may_be_the_beginning_of_a_longer_one():
     assert hear(AlignAtt(10), "at present concern", 1.3, 1.0, 0.7) == "at present concern"
 
 
-def test_a_word_that_is_not_sure_waits_until_it_was_heard_with_care():
+def test_a_word_that_two_hypotheses_agree_on_waits_half_as_long():
+    policy = AlignAtt(20)
+    assert hear(policy, "And so my fellow", 0.9, 0.5, 0.2, 0.1) == "And so"
+    assert hear(policy, "And so my fellows ask", 1.2, 0.8, 0.3, 0.3, 0.1) == "my"
+    # What is settled is not compared again, and the rest is what the last hypothesis had.
+    assert hear(policy, "And so my fellows as", 1.4, 1, 0.5, 0.22, 0.1) == "fellows"
+    assert hear(policy, "And so my fellows asked", 1.6, 1.2, 0.7, 0.4, 0.3) == ""
+
+
+def test_agreement_alone_settles_nothing_that_is_still_being_said():
+    policy = AlignAtt(20)
+    hear(policy, "metal letters", 0.1, 0.1)
+    assert hear(policy, "metal letters", 0.15, 0.15) == ""
+    assert hear(policy, "metal letters", 0.3, 0.2) == "metal letters"
+
+
+def test_a_last_word_that_two_hypotheses_agree_on_is_no_beginning():
+    policy = AlignAtt(10)
+    assert hear(policy, "at present concern", 1.2, 0.9, 0.6) == "at present"
+    # Nor is one that was followed by a full stop once.
+    assert hear(policy, "at present concern.", 1.25, 0.95, 0.65) == ""
+    assert hear(policy, "at present concern.", 1.25, 0.95, 0.65) == "concern."
+
+
+def test_a_word_that_is_not_sure_waits_longer():
     policy = AlignAtt(10)
     text = "metal letters made justly"
-    assert hear(policy, text, 2, 1.5, 0.1, 0.1, unsure=[2]) == "metal letters"
-    assert not policy.doubts  # what is still being said may become sure
-    assert hear(policy, text, 2, 1.5, 1.2, 0.6, unsure=[2]) == ""
-    assert policy.doubts
+    assert hear(policy, text, 2, 1.5, 0.3, 0.3, unsure=[2]) == "metal letters"
+    # Agreed on, it waits for half of three times the frames; what is behind it waits with it.
+    assert hear(policy, text, 2, 1.6, 0.28, 0.25, unsure=[2]) == ""
     text = "metal letters may justly be"
-    # With care, and not before it lies further behind.
-    assert hear(policy, text, 3, 2.5, 0.6, 0.5, 0.1, unsure=[2], careful=True) == ""
-    assert hear(policy, text, 3, 2.5, 2.2, 1.6, 0.1, unsure=[2]) == ""
-    assert policy.doubts
-    assert hear(policy, text, 3, 2.5, 2.2, 1.6, 0.1, unsure=[2], careful=True) == "may justly"
-    assert not policy.doubts
+    # Heard otherwise, for all of them: it is not held back for ever.
+    assert hear(policy, text, 3, 2.5, 0.58, 0.5, 0.1, unsure=[2]) == ""
+    text = "metal letters made justly be"
+    assert hear(policy, text, 3, 2.5, 0.6, 0.5, 0.1, unsure=[2]) == "made justly"
 
 
-def test_a_last_word_is_not_worth_care():
+def test_agreed_on_a_word_that_is_not_sure_waits_half_as_long_too():
     policy = AlignAtt(10)
-    assert hear(policy, "metal letters", 2, 1.5, unsure=[1]) == "metal"
-    assert not policy.doubts
+    hear(policy, "metal letters be", 0.28, 0.2, 0.1, unsure=[0])
+    assert hear(policy, "metal letters be", 0.3, 0.25, 0.15, unsure=[0]) == "metal letters be"
 
 
 def test_what_is_not_known_waits_and_the_last_hypothesis_does_not():
@@ -157,7 +177,7 @@ async def _nothing(window: Window) -> list[Span]:
 def words_of(text: str, looks: list[list[float]]) -> list[tuple[str, float | None]]:
     recognizer = StreamingRecognizer(_nothing, detector=Silence())
     audio = recognizer._audio
-    window = Window(audio.first(0), 10.0, "", False, False, audio.probabilities)
+    window = Window(audio.first(0), 10.0, "", False, audio.probabilities)
     span = Span(0.0, 1.0, text, tuple(Token(int(end), second) for end, second in looks))
     update = recognizer._outcome(window, 0, [span])
     assert update is not None
