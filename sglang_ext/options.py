@@ -295,9 +295,9 @@ class Options:
         choices=("auto", "localagreement", "alignatt"),
     )
     alignatt_frames: int = _option(
-        15,
+        20,
         "alignatt: so many frames of 20 ms lie behind the place that a settled word attends to; "
-        "half as many if two hypotheses agree on it, four times as many if it is not sure",
+        "half as many if two hypotheses agree on it, three times as many if it is not sure",
         low=0,
         high=500,
     )

@@ -21,14 +21,14 @@ from speech.hypotheses import REWIND_S
 # (SimulStreaming leaves it out altogether).
 _LAST_FRAMES = 25
 # A word that the recogniser is not sure of changes more often, in the next hypothesis as well.
-_UNSURE = 4
+_UNSURE = 3
 
 
 class AlignAtt(CommitPolicy):
     """Commits words as long as each attends to a place that lies behind the end of the audio.
 
     A word that two successive hypotheses agree on waits for half as many frames, one that the
-    recogniser is not sure of for four times as many (neither is in the papers).
+    recogniser is not sure of for three times as many (neither is in the papers).
 
     Args:
         frames: of the encoder, at least so many must have been heard behind the place.

@@ -79,19 +79,19 @@ def test_a_word_that_is_not_sure_waits_longer():
     policy = AlignAtt(10)
     text = "metal letters made justly"
     assert hear(policy, text, 2, 1.5, 0.3, 0.3, unsure=[2]) == "metal letters"
-    # Agreed on, it waits for twice the frames; what is behind it waits with it.
-    assert hear(policy, text, 2, 1.6, 0.38, 0.35, unsure=[2]) == ""
+    # Agreed on, it waits for half of three times the frames; what is behind it waits with it.
+    assert hear(policy, text, 2, 1.6, 0.28, 0.25, unsure=[2]) == ""
     text = "metal letters may justly be"
-    # Heard otherwise, for four times: it is not held back for ever.
-    assert hear(policy, text, 3, 2.5, 0.78, 0.5, 0.1, unsure=[2]) == ""
+    # Heard otherwise, for all of them: it is not held back for ever.
+    assert hear(policy, text, 3, 2.5, 0.58, 0.5, 0.1, unsure=[2]) == ""
     text = "metal letters made justly be"
-    assert hear(policy, text, 3, 2.5, 0.8, 0.5, 0.1, unsure=[2]) == "made justly"
+    assert hear(policy, text, 3, 2.5, 0.6, 0.5, 0.1, unsure=[2]) == "made justly"
 
 
-def test_agreed_on_a_word_that_is_not_sure_waits_for_twice_the_frames():
+def test_agreed_on_a_word_that_is_not_sure_waits_half_as_long_too():
     policy = AlignAtt(10)
-    hear(policy, "metal letters be", 0.3, 0.2, 0.1, unsure=[0])
-    assert hear(policy, "metal letters be", 0.4, 0.3, 0.15, unsure=[0]) == "metal letters be"
+    hear(policy, "metal letters be", 0.28, 0.2, 0.1, unsure=[0])
+    assert hear(policy, "metal letters be", 0.3, 0.25, 0.15, unsure=[0]) == "metal letters be"
 
 
 def test_what_is_not_known_waits_and_the_last_hypothesis_does_not():
