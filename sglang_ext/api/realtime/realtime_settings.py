@@ -80,7 +80,7 @@ class LivePolicy:
     """
 
     name: str = LOCAL_AGREEMENT
-    frames: int = 15
+    frames: int = 20
     step_s: float = 0.0
     padding_s: float = 7.0
 

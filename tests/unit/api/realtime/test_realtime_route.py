@@ -214,7 +214,7 @@ def test_audio_in_every_format_is_understood(engine, beta, ga, rate):
 
 
 LOCAL = {
-    "step_ms": 1000, "live_policy": "localagreement", "alignatt_frames": 15, "padding_ms": 7000,
+    "step_ms": 1000, "live_policy": "localagreement", "alignatt_frames": 20, "padding_ms": 7000,
     "view": None,
 }  # fmt: skip
 GA_KIND, BETA_KIND = "session.update", "transcription_session.update"

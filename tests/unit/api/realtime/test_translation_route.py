@@ -385,7 +385,7 @@ def test_settings_that_are_left_out_stay_and_null_is_the_default(engine, text_se
         assert first["audio"]["input"]["noise_reduction"] is None
         second = wire.update({"sglang_ext": {"finished_only": True, "beta": None}})
         assert second["sglang_ext"] == {
-            "step_ms": 500, "live_policy": "localagreement", "alignatt_frames": 15,
+            "step_ms": 500, "live_policy": "localagreement", "alignatt_frames": 20,
             "padding_ms": 7000, "view": None, "finished_only": True,
             "mask": 2, "beta": None, "transcription_events": False,
         }  # fmt: skip
