@@ -62,40 +62,44 @@ def row_functions() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..
         return following, np.uintp(size // 2), own + np.uintp(scales.strides[0])
 
     @numba.njit(nogil=True)
-    def one_row(bits, rows, row, weights, block, ahead, out):
+    def one_row(rows, row, out, column):
         levels, scales, corrections = rows
-        one = (address_of(levels, row),)
-        by, added = (address_of(scales, row),), (address_of(corrections, row),)
-        to = (address_of(out, row) + np.uintp(4 * LANES * block),)
-        here, own = address_of(weights[0], block), address_of(weights[1], block)
-        if bits == 8:
-            multiply_8(one, by, added, here, own, scales.shape[1], ahead, to)
-        else:
-            multiply_4(one, by, added, here, own, scales.shape[1], ahead, to)
+        return (
+            (address_of(levels, row),), (address_of(scales, row),), (address_of(corrections, row),),
+            (address_of(out, row) + np.uintp(column),),
+        )  # fmt: skip
 
     @numba.njit(nogil=True)
-    def four_rows(bits, rows, row, weights, block, ahead, out):
+    def four_rows(rows, row, out, column):
         levels, scales, corrections = rows
-        four = four_addresses(levels, row, 0)
-        by, added = four_addresses(scales, row, 0), four_addresses(corrections, row, 0)
-        to = four_addresses(out, row, 4 * LANES * block)
+        return (
+            four_addresses(levels, row, 0), four_addresses(scales, row, 0),
+            four_addresses(corrections, row, 0), four_addresses(out, row, column),
+        )  # fmt: skip
+
+    @numba.njit(nogil=True)
+    def multiply_some(bits, some, groups, weights, block, ahead):
+        levels, scales, corrections, to = some
         here, own = address_of(weights[0], block), address_of(weights[1], block)
         if bits == 8:
-            multiply_8(four, by, added, here, own, scales.shape[1], ahead, to)
+            multiply_8(levels, scales, corrections, here, own, groups, ahead, to)
         else:
-            multiply_4(four, by, added, here, own, scales.shape[1], ahead, to)
+            multiply_4(levels, scales, corrections, here, own, groups, ahead, to)
 
     @numba.njit(nogil=True)
     def multiply(bits, rows, weights, out, first, last):
-        count = rows[0].shape[0]
+        count, groups = rows[1].shape
         fours = count // 4
         turns = fours + count % 4
         for block in range(first, last):
+            column = 4 * LANES * block
             for turn in range(turns):
                 ahead = ahead_of(turn, turns, weights, block)
                 if turn < fours:
-                    four_rows(bits, rows, 4 * turn, weights, block, ahead, out)
+                    some = four_rows(rows, 4 * turn, out, column)
+                    multiply_some(bits, some, groups, weights, block, ahead)
                 else:
-                    one_row(bits, rows, turn + 3 * fours, weights, block, ahead, out)
+                    one = one_row(rows, turn + 3 * fours, out, column)
+                    multiply_some(bits, one, groups, weights, block, ahead)
 
     return empty_rows, quantize_row, multiply

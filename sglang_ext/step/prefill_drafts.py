@@ -25,6 +25,7 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang_ext.drafters import Bias
 from sglang_ext.step.bias import BiasedRows, Expected, prefer_next_tokens
 from sglang_ext.step.known_tokens import KnownTokens, right_tokens
+from sglang_ext.step.likeliest import likeliest_tokens
 from sglang_ext.step.ragged import needs_every_row
 from sglang_ext.step.relaxed import Relaxation, relax
 from sglang_ext.step.verify import prefer_greedily
@@ -166,7 +167,7 @@ def _decided(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """int64[rows], the token that each row of logits goes on with by the requests' rules, and
     bool[rows], where relaxation has made it so."""
-    said = torch.argmax(logits, dim=-1)
+    said = likeliest_tokens(logits)
     taken = torch.zeros(len(said), dtype=torch.bool)
     biased = _biased_rows(biases, chains, roots, len(said))
     if biased is not None:

@@ -22,6 +22,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.step.bias import BiasedRows, coins_of, is_greedy, prefer
+from sglang_ext.step.likeliest import likeliest_tokens
 from sglang_ext.step.relaxed import RelaxedNodes, marks_of, relax
 from sglang_ext.tree import PackedTrees, child_with, walk
 
@@ -76,7 +77,7 @@ def accept_on_host(
         relaxed: the nodes that a relaxed rule may accept, of greedy requests; None: there are none.
     """
     if sampling_info.is_all_greedy:
-        chosen = torch.argmax(logits, dim=-1)
+        chosen = likeliest_tokens(logits)
         if biased is not None:
             prefer_greedily(chosen, logits, biased, nodes)
         walked = _greedy_walk(chosen, logits, trees, nodes, relaxed)
