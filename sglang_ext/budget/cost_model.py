@@ -112,6 +112,11 @@ class CostModel:
         self._factors = self._fitted()
         self._scale *= 1.0 + max(0.1, 1.0 / self._steps) * (ratio - 1.0)
 
+    @property
+    def was_observed(self) -> bool:
+        """Whether costs are seconds, whatever the prior's unit is."""
+        return self._steps > 0
+
     def cost(self, tokens: int, verify: bool = False, read: float = 0.0) -> float:
         """Seconds expected of a step (in the prior's unit before any observation)."""
         return float(self._features(tokens, verify, read) @ self._factors) * self._in_seconds

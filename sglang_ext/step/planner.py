@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 
 from sglang_ext.budget.choice import choose_nodes, choose_width
 from sglang_ext.budget.cost_model import CostModel
+from sglang_ext.budget.prefill_ration import PrefillRation
 from sglang_ext.budget.rationing import DraftingRation
 from sglang_ext.drafters import Bias, Drafter, DrafterContext, load_all, overrides
 from sglang_ext.step import penalties
@@ -25,6 +27,21 @@ if TYPE_CHECKING:
     from datastores import Bigrams
 
 _NO_PROBS = np.empty(0)
+
+
+@dataclass
+class _Read:
+    """What a drafter does in a prefill.
+
+    Attributes:
+        requests: that it drafts for.
+        seconds: that it takes.
+        tokens: of its drafts, that the target said too.
+    """
+
+    requests: int
+    seconds: float = 0.0
+    tokens: int = 0
 
 
 class DraftPlanner:
@@ -68,6 +85,8 @@ class DraftPlanner:
         rationed = cost is not None and context.options.budget == "auto"
         self._ration = DraftingRation() if rationed else None
         self._look: tuple[bool, float] | None = None
+        self._prefill_rations: dict[str, PrefillRation] = {}
+        self._read: dict[str, _Read] = {}
         if drafters is None:
             drafters = load_all(context) if active else {}
         self.drafters = drafters
@@ -107,9 +126,26 @@ class DraftPlanner:
 
     def prefill(self, reqs: Sequence["Req"]) -> None:
         """The target is about to read these requests' prompts: drafters may do so too."""
+        if not self._active:
+            return
         start = time.perf_counter()
-        if self._active and self.requests.prefill(reqs) and self.metrics is not None:
-            self.metrics.note_step("draft_prefill", time.perf_counter() - start)
+        self._read = {
+            name: _Read(requests)
+            for name, requests in self.requests.prefill(reqs, self._pays_in_prefill).items()
+        }
+        seconds = time.perf_counter() - start
+        for read in self._read.values():
+            read.seconds = seconds / len(self._read)
+        if self._read and self.metrics is not None:
+            self.metrics.note_step("draft_prefill", seconds)
+
+    def _pays_in_prefill(self, drafter: AskedDrafter, requests: int) -> bool:
+        if self.cost is None or self._ration is None or not self.cost.was_observed:
+            return True
+        others = self.requests.decoding
+        alone = self.cost.cost(others) if others else 0.0
+        ration = self._prefill_rations.setdefault(drafter.name, PrefillRation())
+        return ration.allows(requests, self.cost.cost(others + requests) - alone)
 
     def arrive(self, req: "Req") -> None:
         """A request came whose prompt another server reads: what drafting needs is made now."""
@@ -153,6 +189,7 @@ class DraftPlanner:
         ]
         if not rows:
             return
+        start = time.perf_counter()
         proposed = drafter.ask(
             drafter.drafter.prefill_draft,
             [r.draft for _, r in rows],
@@ -160,6 +197,8 @@ class DraftPlanner:
             default=None,
             check=lambda answer: self._check_trees(answer, len(rows)),
         )
+        read = self._read.setdefault(drafter.name, _Read(len(rows)))
+        read.seconds += time.perf_counter() - start
         if proposed is not None:
             for (i, r), chain in zip(rows, proposed, strict=True):
                 chains[i] = chain.before(r.ends).clipped(_depth(r))
@@ -175,6 +214,12 @@ class DraftPlanner:
             known = self.requests.prefilled(req)
             if known is not None and len(chain):
                 self._tell_verified(known, chain, said)
+                if known.drafter is not None and known.drafter.name in self._read:
+                    self._read[known.drafter.name].tokens += _right(chain, said)
+        for name, ration in self._prefill_rations.items():
+            read = self._read.pop(name, None)
+            if read is not None:
+                ration.note(read.requests, read.seconds, read.tokens)
 
     def biases(self, running: Sequence[RunningRequest | None]) -> list[Bias | None]:
         """What each request's next tokens are biased to; None: nothing."""
@@ -499,6 +544,16 @@ class DraftPlanner:
             for datastore in self.datastores:
                 self.metrics.set_datastore(datastore.info())
             self.metrics.set_choices(self.choice.counts, self.choice.gains)
+
+
+def _right(chain: TokenTree, said: Sequence[int]) -> int:
+    """How many tokens of a chain the target said too, one after the other."""
+    count = 0
+    for token, answer in zip(chain.tokens.tolist(), said, strict=False):
+        if token != answer:
+            break
+        count += 1
+    return count
 
 
 def _depth(running: RunningRequest) -> int:

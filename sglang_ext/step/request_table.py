@@ -164,11 +164,19 @@ class RequestTable:
             self._drop_departed(reqs)
         return running
 
-    def prefill(self, reqs: Sequence["Req"]) -> bool:
+    def prefill(
+        self,
+        reqs: Sequence["Req"],
+        pays: Callable[[AskedDrafter, int], bool] = lambda drafter, requests: True,
+    ) -> dict[str, int]:
         """Tell the drafters that ask for it of requests whose prompts are about to be read.
 
+        Args:
+            pays: whether a drafter that drafts in prefills is to draft for so many requests, which
+                else go on without one. Asked of those whose budget and drafter nobody has fixed.
+
         Returns:
-            whether any drafter was told.
+            how many requests each drafter was told of.
         """
         told: dict[str, list[RunningRequest]] = {}
         for req in reqs:
@@ -181,8 +189,29 @@ class RequestTable:
             if known.drafter is not None and known.drafter.reads_prompts:
                 told.setdefault(known.drafter.name, []).append(known)
         for name, requests in told.items():
-            self._tell_of_prompts(self._drafters[name].drafter.prefill, requests)
-        return bool(told)
+            told[name] = requests = self._worth_drafting(self._drafters[name], requests, pays)
+            if requests:
+                self._tell_of_prompts(self._drafters[name].drafter.prefill, requests)
+        return {name: len(requests) for name, requests in told.items() if requests}
+
+    @staticmethod
+    def _worth_drafting(
+        drafter: AskedDrafter,
+        requests: list[RunningRequest],
+        pays: Callable[[AskedDrafter, int], bool],
+    ) -> list[RunningRequest]:
+        """Those that keep their drafter; see `prefill`."""
+        free = [r for r in requests if not r.fixed_budget and r.tally is None]
+        if not free or not drafter.drafts_in_prefill or pays(drafter, len(requests)):
+            return requests
+        for request in free:
+            request.drafter = None
+        return [r for r in requests if r.drafter is not None]
+
+    @property
+    def decoding(self) -> int:
+        """How many requests are."""
+        return len(self._running)
 
     def _follows(self, req: "Req") -> bool:
         known = self._prefilled.get(req.rid) or self._running.get(req.rid)

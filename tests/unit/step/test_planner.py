@@ -205,6 +205,21 @@ def test_what_may_be_read_behind_a_prompt():
     ]
 
 
+@pytest.mark.parametrize(("step_s", "drafted"), [(1e-12, 2), (10.0, 6)])
+def test_prompts_are_drafted_for_where_the_tokens_save_more_than_that_takes(step_s, drafted):
+    drafter = Foreseeing(TokenTree.chain([5, 6, 7]))
+    plan = planner(budget="auto", a=drafter, b=Recorder(TokenTree.chain([5])))
+    plan.cost.observe(1, step_s)
+    for i in range(6):
+        reqs = [request(f"r{i}", []), request(f"other{i}", [], drafter="b")]
+        plan.prefill(reqs)
+        plan.foreseen(reqs, plan.foresee(reqs), [[5, 6, 7, 1], [9]])
+    assert [call[0] for call in drafter.calls].count("prefill_draft") == drafted
+    [last, other] = plan.requests.update(reqs, None)
+    assert (last.drafter is not None) == (drafted == 6)
+    assert other.drafter is not None
+
+
 @pytest.mark.parametrize("chain", [RuntimeError("broken"), TokenTree.chain([99])])
 def test_a_drafter_that_cannot_foresee_costs_nothing(chain, caplog):
     plan = planner(a=Foreseeing(chain))
