@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from speech.bf16_attention import attend
+from speech.bf16_products import Bf16Product
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
 Product = Callable[..., torch.Tensor]
@@ -41,20 +42,28 @@ class Bf16Layer:
         return x + self.fc2(self.fc1(self.final_norm(x).to(torch.bfloat16), gelu=True))
 
 
-def embedded(
-    features: torch.Tensor, convolutions: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> torch.Tensor:
-    """What a layer's first states are made of, positions aside.
+class Bf16Stem:
+    """What a Whisper's first states are made by, positions aside: two convolutions, each with GELU.
+
+    A frame's inputs lie beside each other, so that a convolution is one product.
 
     Args:
-        features: [batch, mels, T], log-mel.
-        convolutions: weight and bias of both, of width 3; the second has every other frame.
-
-    Returns:
-        float32[batch, T / 2, size].
+        convolutions: weight [out, in, 3] and bias [out] of both; the second has every other frame.
     """
-    x = features.to(torch.bfloat16)
-    for stride, (weight, bias) in enumerate(convolutions, 1):
-        weight, bias = weight.to(torch.bfloat16), bias.to(torch.bfloat16)
-        x = F.gelu(F.conv1d(x, weight, bias, stride=stride, padding=1))
-    return x.mT.float()
+
+    def __init__(self, convolutions: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._products = [
+            Bf16Product(weight.detach().transpose(1, 2).flatten(1), bias)
+            for weight, bias in convolutions
+        ]
+
+    def __call__(self, features: torch.Tensor) -> torch.Tensor:
+        """Log-mel [batch, mels, T] -> float32 [batch, T / 2, size]."""
+        x = features.to(torch.bfloat16).mT
+        for stride, product in enumerate(self._products, 1):
+            frames = F.pad(x, (0, 0, 1, 1)).unfold(1, _WIDTH, stride)  # [batch, T', in, 3]
+            x = product(frames.transpose(2, 3).flatten(2), gelu=True)
+        return x.float()
+
+
+_WIDTH = 3  # of a convolution, in frames

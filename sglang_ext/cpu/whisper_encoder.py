@@ -9,17 +9,18 @@ by channels, and the rest is SGLang's.
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from sglang_ext import sglang_points
-from sglang_ext.cpu.linear import PackedLinearMethod
+from sglang_ext.cpu.linear import PackedLinearMethod, weights_version
 from sglang_ext.cpu.packed_weights import has_fast_encoder
 from sglang_ext.cpu.rounded_weights import RoundedWeight
 from sglang_ext.options import Options
 from sglang_ext.sglang_points.hooking import hook
 from speech.bf16_attention import has_fast_bf16
-from speech.bf16_encoder import Bf16Layer, Product, embedded
+from speech.bf16_encoder import Bf16Layer, Bf16Stem, Product
 
 
 def register() -> None:
@@ -49,11 +50,22 @@ def _encode(
     encoder: Any, features: torch.Tensor, position_ids: torch.Tensor, forward_batch: Any
 ) -> torch.Tensor:
     """WhisperEncoder.forward, its convolutions in bfloat16."""
-    convolutions = [(conv.weight, conv.bias) for conv in (encoder.conv1, encoder.conv2)]
-    states = embedded(features, convolutions) + encoder.embed_positions(position_ids)
+    states = _stem_of(encoder)(features) + encoder.embed_positions(position_ids)
     for layer in encoder.layers:
         states = layer(states, forward_batch)
     return encoder.layer_norm(states)
+
+
+_stems: "WeakKeyDictionary[Any, tuple[int, Bf16Stem]]" = WeakKeyDictionary()
+
+
+def _stem_of(encoder: Any) -> Bf16Stem:
+    """The encoder's convolutions with the weights that it has now."""
+    version, stem = _stems.get(encoder, (-1, None))
+    if stem is None or version != weights_version():
+        stem = Bf16Stem([(conv.weight, conv.bias) for conv in (encoder.conv1, encoder.conv2)])
+        _stems[encoder] = weights_version(), stem
+    return stem
 
 
 def _layer(

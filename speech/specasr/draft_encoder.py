@@ -1,13 +1,13 @@
 """The draft model's encoder: in bfloat16 where weights have 8 bits and the CPU is fast at it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from speech.bf16_attention import has_fast_bf16
-from speech.bf16_encoder import Bf16Layer, embedded
+from speech.bf16_encoder import Bf16Layer, Bf16Stem
 from speech.bf16_products import Bf16Product
 from speech.specasr.weights import Weights, WhisperShape
 
@@ -23,14 +23,15 @@ class DraftEncoder:
 
     def __init__(self, shape: WhisperShape, weights: Weights) -> None:
         # Rows of 8 bits would lose more than bfloat16 loses.
-        self._rounds = weights.precision == "int8" and has_fast_bf16()
-        self.dtype = torch.bfloat16 if self._rounds else weights.dtype
-        self._convs = [
+        rounds = weights.precision == "int8" and has_fast_bf16()
+        self.dtype = torch.bfloat16 if rounds else weights.dtype
+        convs = [
             (weights.take(f"encoder.conv{i}.weight"), weights.take(f"encoder.conv{i}.bias"))
             for i in (1, 2)
         ]
+        self._embedded = Bf16Stem(convs) if rounds else _stem(convs)
         self._positions = weights.take("encoder.embed_positions.weight")
-        layer = _bf16_layer if self._rounds else _layer
+        layer = _bf16_layer if rounds else _layer
         self._layers = [
             layer(weights, f"encoder.layers.{index}", shape)
             for index in range(shape.encoder_layers)
@@ -46,12 +47,14 @@ class DraftEncoder:
             x = layer(x)
         return self._norm(x)
 
-    def _embedded(self, x: torch.Tensor) -> torch.Tensor:
-        if self._rounds:
-            return embedded(x, self._convs)
-        for stride, conv in enumerate(self._convs, 1):
+
+def _stem(convolutions: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Layer:
+    def stem(x: torch.Tensor) -> torch.Tensor:
+        for stride, conv in enumerate(convolutions, 1):
             x = F.gelu(F.conv1d(x, *conv, stride=stride, padding=1))
         return x.mT
+
+    return stem
 
 
 def norm_of(weights: Weights, name: str) -> Layer:
