@@ -8,6 +8,8 @@ from sglang_ext.cpu import linear, whisper_encoder
 from sglang_ext.cpu.packed_weights import ENCODER_VARIABLE, for_encoder
 from sglang_ext.whisper import audio_context
 from speech.bf16_attention import has_fast_bf16
+from speech.bf16_encoder import Bf16Stem
+from speech.bf16_products import _rounded_up
 
 SIZE, HEADS = 64, 2
 
@@ -142,3 +144,20 @@ def test_only_marked_layers_are_packed_by_channels(monkeypatch):
         packed.append((type(layer.quant_method.product_of(layer)), weight))
     assert packed[0][0] is type(for_encoder(packed[0][1], 8))
     assert packed[1][0].__name__ == "GroupWeight"
+
+
+def test_products_run_with_few_counts_of_rows():
+    counts = {_rounded_up(rows) for rows in range(500, 1501)}
+    assert len(counts) < 40 and 1500 in counts
+    assert all(rows <= _rounded_up(rows) <= rows * 17 / 16 for rows in range(1, 3001))
+
+
+def test_the_stem_is_near_that_of_float32():
+    torch.manual_seed(0)
+    first, second = torch.nn.Conv1d(8, SIZE, 3, padding=1), torch.nn.Conv1d(SIZE, SIZE, 3, 2, 1)
+    features = torch.randn(2, 8, 100)
+    with torch.no_grad():
+        plain = F.gelu(second(F.gelu(first(features)))).mT
+        found = Bf16Stem([(conv.weight, conv.bias) for conv in (first, second)])(features)
+    assert found.shape == plain.shape and found.dtype == torch.float32
+    assert 0 < float((found - plain).norm() / plain.norm()) < 0.02
