@@ -50,5 +50,5 @@ def _rounded_up(rows: int) -> int:
     """The number of rows that a product runs with: oneDNN takes 5 to 18 ms to make a new one's."""
     if rows == _ROWS:
         return rows
-    step = max(1, 1 << rows.bit_length() - 5)
+    step = 1 << max(0, rows.bit_length() - 5)
     return -(-rows // step) * step
