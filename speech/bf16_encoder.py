@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from speech.bf16_attention import attend
 from speech.bf16_products import Bf16Product
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
@@ -37,8 +36,8 @@ class Bf16Layer:
         qkv = self.qkv(self.attention_norm(x).to(torch.bfloat16))
         parts = qkv.unflatten(-1, (3, self.heads, -1)).movedim(-3, 0)
         q, k, v = parts.transpose(-3, -2)
-        seen = attend(q, k, v, self.scale).transpose(-3, -2).flatten(-2)
-        x = x + self.out(seen)
+        seen = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        x = x + self.out(seen.transpose(-3, -2).flatten(-2))
         return x + self.fc2(self.fc1(self.final_norm(x).to(torch.bfloat16), gelu=True))
 
 

@@ -4,8 +4,16 @@ With AMX a product of 1,500 rows by 2048 x 512 takes 1.6 ms on two cores, and 8-
 bringing rows to 8 bits and sums back takes longer than either.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
+
+
+@functools.cache
+def has_fast_bf16() -> bool:
+    """Whether this CPU multiplies bfloat16 faster than float32."""
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 class Bf16Product:

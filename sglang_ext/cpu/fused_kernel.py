@@ -35,7 +35,7 @@ _NODES = np.cos(np.pi * (np.arange(7) + 0.5) / 7) / 2
 _C6, _C5, _C4, _C3, _C2, _C1, _C0 = (np.float32(c) for c in np.polyfit(_NODES, np.exp2(_NODES), 6))
 
 
-_empty_rows, _quantize_row, _multiply = row_functions()
+_empty_rows, _quantize_row, _quantize_rows, _multiply = row_functions()
 
 
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True)
@@ -54,12 +54,6 @@ def _norm_rows(x, weight, epsilon, bits, factor, made, first, last):
     for row in range(first, last):
         _normed(x[row], weight, epsilon, normed)
         _quantize_row(normed, row, 0, groups, bits, factor, made)
-
-
-@numba.njit(nogil=True)
-def _bring_rows(x, bits, factor, made, first, last):
-    for row in range(first, last):
-        _quantize_row(x[row], row, 0, made[1].shape[1], bits, factor, made)
 
 
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True)
@@ -204,9 +198,9 @@ def _complete(
     if many:
         for thread in numba.prange(threads):
             first, last = count * thread // threads, count * (thread + 1) // threads
-            _bring_rows(attended, bits, o_factor, rows, first, last)
+            _quantize_rows(attended, bits, o_factor, rows, first, last)
     else:
-        _bring_rows(attended, bits, o_factor, rows, 0, count)
+        _quantize_rows(attended, bits, o_factor, rows, 0, count)
     for thread in numba.prange(threads):
         first, last = blocks * thread // threads, blocks * (thread + 1) // threads
         _multiply(bits, rows, o_weights, added, first, last)

@@ -10,14 +10,7 @@ from sglang_ext.cpu.group_rows import row_functions
 # Rows from which waking threads pays to bring them to 8 bits.
 _MANY_ROWS = 32
 
-_empty_rows, _quantize_row, _multiply = row_functions()
-
-
-@numba.njit(nogil=True)
-def _quantize_rows(x, bits, factor, made, first, last):
-    groups = made[1].shape[1]
-    for row in range(first, last):
-        _quantize_row(x[row], row, 0, groups, bits, factor, made)
+_empty_rows, _, _quantize_rows, _multiply = row_functions()
 
 
 @numba.njit(parallel=True, nogil=True, cache=True)

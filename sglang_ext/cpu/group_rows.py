@@ -19,14 +19,16 @@ from sglang_ext.cpu.lane_vectors import LANES
 _AHEAD = 8
 
 
-def row_functions() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """Three compiled functions on rows in 8 bits: (levels int8[T, K], scales, corrections).
+def row_functions() -> tuple[Callable[..., Any], ...]:
+    """Four compiled functions on rows in 8 bits: (levels int8[T, K], scales, corrections).
 
     The first, of (count, groups), makes room for so many. The second, of (x, row, first, last,
     bits, factor, rows), brings x float32 to 8 bits, as the groups first:last of a row (see
     `group_dots.quantize`).
 
-    The third, of (bits, rows, weights, out, first, last), multiplies all rows by the outputs of a
+    The third, of (x, bits, factor, rows, first, last), does so with the rows first:last of x whole.
+
+    The fourth, of (bits, rows, weights, out, first, last), multiplies all rows by the outputs of a
     weight's blocks first:last, weights being (levels, scales) as group_weights.py has them, and
     writes out[:, 16 * first : 16 * last] float32.
     """
@@ -46,6 +48,12 @@ def row_functions() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..
             address_of(levels, row) + np.uintp(GROUP * first),
             address_of(scales, row) + behind, address_of(corrections, row) + behind,
         )  # fmt: skip
+
+    @numba.njit(nogil=True)
+    def quantize_rows(x, bits, factor, rows, first, last):
+        groups = rows[1].shape[1]
+        for row in range(first, last):
+            quantize_row(x[row], row, 0, groups, bits, factor, rows)
 
     @numba.njit(nogil=True)
     def ahead_of(turn, turns, weights, block):
@@ -102,4 +110,4 @@ def row_functions() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..
                     one = one_row(rows, turn + 3 * fours, out, column)
                     multiply_some(bits, one, groups, weights, block, ahead)
 
-    return empty_rows, quantize_row, multiply
+    return empty_rows, quantize_row, quantize_rows, multiply

@@ -17,7 +17,7 @@ from sglang_ext.cpu.channel_weights import ChannelWeight, by_channels
 from sglang_ext.cpu.group_weights import GroupWeight, grouped
 from sglang_ext.cpu.product_rows import pack, product, rounded_up, rows_to_run
 from sglang_ext.cpu.rounded_weights import RoundedWeight
-from speech.bf16_attention import has_fast_bf16
+from speech.bf16_products import has_fast_bf16
 
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
 """Of a weight, by the formats of `--cpu-weights` that have fewer than float32."""

@@ -19,8 +19,8 @@ from sglang_ext.cpu.packed_weights import has_fast_encoder
 from sglang_ext.cpu.rounded_weights import RoundedWeight
 from sglang_ext.options import Options
 from sglang_ext.sglang_points.hooking import hook
-from speech.bf16_attention import has_fast_bf16
 from speech.bf16_encoder import Bf16Layer, Bf16Stem, Product
+from speech.bf16_products import has_fast_bf16
 
 
 def register() -> None:

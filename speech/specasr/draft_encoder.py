@@ -6,9 +6,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from speech.bf16_attention import has_fast_bf16
 from speech.bf16_encoder import Bf16Layer, Bf16Stem
-from speech.bf16_products import Bf16Product
+from speech.bf16_products import Bf16Product, has_fast_bf16
 from speech.specasr.weights import Weights, WhisperShape
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
@@ -36,7 +35,7 @@ class DraftEncoder:
             layer(weights, f"encoder.layers.{index}", shape)
             for index in range(shape.encoder_layers)
         ]
-        self._norm = norm_of(weights, "encoder.layer_norm")
+        self._norm = _norm(weights, "encoder.layer_norm")
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         """[1, mels, frames] on any device -> [frames / 2, d_model] on the weights'."""
@@ -57,7 +56,7 @@ def _stem(convolutions: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Layer:
     return stem
 
 
-def norm_of(weights: Weights, name: str) -> Layer:
+def _norm(weights: Weights, name: str) -> Layer:
     """A LayerNorm of the last axis."""
     weight, bias = weights.norm(name)
     return lambda x: torch.layer_norm(x, x.shape[-1:], weight, bias)
@@ -65,8 +64,8 @@ def norm_of(weights: Weights, name: str) -> Layer:
 
 def _layer(weights: Weights, name: str, shape: WhisperShape) -> Layer:
     heads, attention = shape.encoder_heads, f"{name}.self_attn"
-    attention_norm = norm_of(weights, f"{attention}_layer_norm")
-    final_norm = norm_of(weights, f"{name}.final_layer_norm")
+    attention_norm = _norm(weights, f"{attention}_layer_norm")
+    final_norm = _norm(weights, f"{name}.final_layer_norm")
     qkv = weights.linear(*(f"{attention}.{part}_proj" for part in "qkv"))
     out = weights.linear(f"{attention}.out_proj")
     fc1, fc2 = weights.linear(f"{name}.fc1"), weights.linear(f"{name}.fc2")
@@ -84,10 +83,10 @@ def _bf16_layer(weights: Weights, name: str, shape: WhisperShape) -> Layer:
     attention = f"{name}.self_attn"
     product = partial(_product, weights)
     return Bf16Layer(
-        attention_norm=norm_of(weights, f"{attention}_layer_norm"),
+        attention_norm=_norm(weights, f"{attention}_layer_norm"),
         qkv=product(*(f"{attention}.{part}_proj" for part in "qkv")),
         out=product(f"{attention}.out_proj"),
-        final_norm=norm_of(weights, f"{name}.final_layer_norm"),
+        final_norm=_norm(weights, f"{name}.final_layer_norm"),
         fc1=product(f"{name}.fc1"),
         fc2=product(f"{name}.fc2"),
         heads=shape.encoder_heads,

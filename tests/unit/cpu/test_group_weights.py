@@ -145,11 +145,10 @@ def test_processors_without_vnni_give_the_same_bits(generator, monkeypatch, feat
     x = torch.randn(9, 96, generator=generator)
     expected = weight.linear(x)
     monkeypatch.setattr(group_dots, "features_of", lambda context: features)
-    fresh = dict(zip(("_empty_rows", "_quantize_row", "_multiply"), row_functions(), strict=True))
-    for name, function in fresh.items():
-        monkeypatch.setattr(group_kernel, name, function)
-    rows = numba.njit(group_kernel._quantize_rows.py_func)
-    monkeypatch.setattr(group_kernel, "_quantize_rows", rows)
+    empty_rows, _, quantize_rows, multiply = row_functions()
+    monkeypatch.setattr(group_kernel, "_empty_rows", empty_rows)
+    monkeypatch.setattr(group_kernel, "_quantize_rows", quantize_rows)
+    monkeypatch.setattr(group_kernel, "_multiply", multiply)
     out = torch.empty_like(expected)
     numba.njit(group_kernel.product.py_func)(
         bits,

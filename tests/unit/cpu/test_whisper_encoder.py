@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from sglang_ext.cpu import linear, whisper_encoder
 from sglang_ext.cpu.packed_weights import ENCODER_VARIABLE, for_encoder
 from sglang_ext.whisper import audio_context
-from speech.bf16_attention import has_fast_bf16
 from speech.bf16_encoder import Bf16Stem
-from speech.bf16_products import _rounded_up
+from speech.bf16_products import _rounded_up, has_fast_bf16
 
 SIZE, HEADS = 64, 2
 
@@ -77,6 +76,11 @@ class Encoder(torch.nn.Module):
         return whisper_encoder._one_by_one(Encoder.plain, self, features, places, forward_batch)
 
 
+needs_fast_bf16 = pytest.mark.skipif(
+    not has_fast_bf16(), reason="without AMX or AVX-512's bf16 nothing is computed in bfloat16"
+)
+
+
 @pytest.fixture
 def int8(monkeypatch):
     monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", "int8")
@@ -96,7 +100,7 @@ def test_states_do_not_depend_on_requests_beside(lengths):
 
 
 @pytest.mark.usefixtures("int8")
-@pytest.mark.skipif(not has_fast_bf16(), reason="this CPU is not fast at bfloat16")
+@needs_fast_bf16
 @torch.no_grad()
 def test_states_are_near_those_of_float32(monkeypatch):
     torch.manual_seed(0)
@@ -152,6 +156,7 @@ def test_products_run_with_few_counts_of_rows():
     assert all(rows <= _rounded_up(rows) <= rows * 17 / 16 for rows in range(1, 3001))
 
 
+@needs_fast_bf16
 def test_the_stem_is_near_that_of_float32():
     torch.manual_seed(0)
     first, second = torch.nn.Conv1d(8, SIZE, 3, padding=1), torch.nn.Conv1d(SIZE, SIZE, 3, 2, 1)
