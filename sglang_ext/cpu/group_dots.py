@@ -15,6 +15,8 @@ weights have a least value, that times the sum is added.
 Addresses are integers (`array.ctypes.data`).
 """
 
+from dataclasses import dataclass
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -184,13 +186,15 @@ def quantize(typing_context, row, groups, bits, factor, levels, scales, correcti
     return types.void(*kinds), generate
 
 
+@dataclass(frozen=True)
 class _Place:
-    """Where a group's data begins: addresses of levels, scales and corrections of its rows, of its
-    weights, and of their scales."""
+    """Addresses of a group's data: of its rows, of its weights, and of their scales."""
 
-    def __init__(self, levels, scales, corrections, weights, weight_scales):
-        self.levels, self.scales, self.corrections = levels, scales, corrections
-        self.weights, self.weight_scales = weights, weight_scales
+    levels: ir.Value
+    scales: ir.Value
+    corrections: ir.Value
+    weights: ir.Value
+    weight_scales: ir.Value
 
 
 class _Tile:
@@ -222,7 +226,7 @@ class _Tile:
             store(builder, builder.load(total), place, I64(0), 4)
 
     def _behind(self, address, count, size):
-        """The address count * size bytes further; one of the two is a number of Python's."""
+        """The address count * size bytes further; count is a value, size a number."""
         return self.builder.add(address, self.builder.mul(count, I64(size)))
 
     def _ask_ahead(self, g):

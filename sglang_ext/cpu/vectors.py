@@ -135,12 +135,13 @@ def largest(typing_context, address, length):
     """The largest of `length` floats, one at least."""
 
     def generate(context, builder, signature, args):
-        first = _load(builder, _FLOAT, args[0], _INDEX(0))
+        address, length = args
+        first = _load(builder, _FLOAT, address, _INDEX(0))
 
         def larger(a, b):
             return builder.select(builder.fcmp_ordered(">", b, a), b, a)
 
-        return _reduced(builder, *args, _splat(builder, first), larger)
+        return _reduced(builder, address, length, _splat(builder, first), larger)
 
     return types.float32(types.uintp, types.intp), generate
 
@@ -150,7 +151,8 @@ def total(typing_context, address, length):
     """The sum of `length` floats, in the order of `dot`."""
 
     def generate(context, builder, signature, args):
-        return _reduced(builder, *args, _zeros(_VECTOR), builder.fadd)
+        address, length = args
+        return _reduced(builder, address, length, _zeros(_VECTOR), builder.fadd)
 
     return types.float32(types.uintp, types.intp), generate
 
