@@ -10,10 +10,11 @@ if ON_CPU:
 
 import sys  # noqa: E402
 
-if sys.argv[1:3] == ["datastore", "snapshot"]:
-    # Before the imports, which take longer than many a copy.
-    from sglang_ext.servers.step_aside import step_aside
+from sglang_ext.servers.step_aside import copies_beside_a_server, step_aside  # noqa: E402
 
+if copies_beside_a_server(sys.argv[1:]):
+    # Before the imports, which take longer than many a copy. Not by the command itself: who calls
+    # `main` in a process of his own keeps his priority.
     step_aside()
 
 import argparse  # noqa: E402

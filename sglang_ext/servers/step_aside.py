@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _SHARE = 0.02
@@ -19,6 +20,14 @@ _BURST_S = 0.001
 _LOOK_S = 0.5
 # A processor for this process, and half of one for what else it wakes.
 _SPARE = 1.5
+
+
+def copies_beside_a_server(arguments: Sequence[str]) -> bool:
+    """Whether these arguments of `sglang-ext` copy a datastore while its server runs."""
+    command = list(arguments[:2])
+    if command == ["datastore", "push"]:
+        return any(argument.partition("=")[0] == "--url" for argument in arguments)
+    return command == ["datastore", "snapshot"]
 
 
 def step_aside() -> None:

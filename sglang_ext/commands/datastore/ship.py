@@ -1,4 +1,7 @@
-"""`sglang-ext datastore snapshot`, `push` and `pull`."""
+"""`sglang-ext datastore snapshot`, `push` and `pull`.
+
+The first two step aside for a server on the same machine: cli.py, as their process begins.
+"""
 
 import argparse
 import contextlib
@@ -15,12 +18,10 @@ from datastores.shipping.push import holds_private
 from datastores.shipping.remote import is_address
 from sglang_ext.commands.datastore.delete import call_server
 from sglang_ext.commands.datastore.model_tokenizer import ModelTokenizer
-from sglang_ext.servers.step_aside import step_aside
 
 
 def snapshot(args: argparse.Namespace) -> int:
     """Copies a folder; returns 1 if something of it is damaged, and so is not in the copy."""
-    # The command line has called step_aside().
     source, target = _source(args, args.names, "TARGET")
     with _progress("copied") as report:
         copied = snapshot_folder(source, target, report)
@@ -36,8 +37,6 @@ def push_folder(args: argparse.Namespace) -> int:
     """Sends a folder; returns as snapshot() does."""
     source, address = _source(args, args.names, "ADDRESS")
     served = _with_served(args, source)
-    if args.url is not None:
-        step_aside()
     card = _card(args, source)
     if os.path.sep in card.tokenizer and os.path.exists(card.tokenizer):
         card = replace(card, tokenizer=os.path.basename(os.path.abspath(card.tokenizer)))

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -317,6 +318,8 @@ def datastore_command(*argv: object) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         code = main(["datastore", *map(str, argv)])
     assert code == 0, printed.getvalue()
+    # A command that steps aside for a server does so in a process of its own.
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER and os.getpriority(os.PRIO_PROCESS, 0) == 0
     return printed.getvalue()
 
 

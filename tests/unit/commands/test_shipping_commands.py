@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datastores import Datastore, InputTrie, retrieve, verify_folder
 from datastores.shipping import read_card
 from sglang_ext import cli
-from sglang_ext.commands.datastore import pulled, ship
+from sglang_ext.commands.datastore import pulled
 from sglang_ext.commands.datastore.model_tokenizer import ModelTokenizer
 from sglang_ext.commands.datastore.pulled import cache_folder, local_datastore
 from sglang_ext.drafters import DrafterContext
@@ -34,9 +34,8 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A cache of its own, no remote files, and the tests' process keeps its priority."""
+    """A cache of its own, and no remote files."""
     monkeypatch.setenv("SGLANG_EXT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(ship, "step_aside", lambda: None)
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
 

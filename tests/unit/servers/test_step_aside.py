@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from sglang_ext.servers import processes
-from sglang_ext.servers.step_aside import Rests, Taken
+from sglang_ext.servers.step_aside import Rests, Taken, copies_beside_a_server
 
 
 def taken_after(clock: float, idle: float, own: float) -> Taken:
@@ -29,6 +29,21 @@ def test_works_on_where_one_is_idle_and_rests_again_where_it_is_no_more() -> Non
     # What this process takes itself is to spare as well.
     assert rests.worth(0.001, taken_after(2, 2.9, 0.95)) == 0
     assert rests.worth(0.001, taken_after(3, 3.0, 1.0)) > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "does"),
+    [
+        ("datastore snapshot store copy", True),
+        ("datastore push --url http://127.0.0.1:30000 s3://a/b", True),
+        ("datastore push --url=http://127.0.0.1:30000 s3://a/b", True),
+        ("datastore push store s3://a/b", False),
+        ("serve --url http://127.0.0.1:30000", False),
+        ("", False),
+    ],
+)
+def test_what_copies_beside_a_server_is_told_by_its_arguments(line: str, does: bool) -> None:
+    assert copies_beside_a_server(line.split()) == does
 
 
 BUSY_FOR_A_WHILE = """
