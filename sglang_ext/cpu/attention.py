@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 TREE_ATTENTION_BACKEND = "tree_cpu"
 # Query-key pairs (over all heads) below which waking other threads costs more than it saves: a pair
-# takes 4 to 15 ns, and threads that have to be scheduled first take tens of microseconds.
-_PARALLEL_FROM = 4_000
+# takes 4 to 15 ns, and threads that have just computed a layer's product are still awake.
+_PARALLEL_FROM = 1_000
 
 
 @dataclass(frozen=True)

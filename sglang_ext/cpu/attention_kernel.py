@@ -17,8 +17,10 @@ import math
 
 import numba
 import numpy as np
+from numba.core.registry import cpu_target
 
-from sglang_ext.cpu.vectors import LANES, add_rows, dot, dots, prefetch
+from sglang_ext.cpu.lane_vectors import features_of
+from sglang_ext.cpu.vectors import add_rows, dot, dots, largest, prefetch, total
 
 _LOG2E = np.float32(math.log2(math.e))
 # Adding and subtracting 1.5 * 2^23 rounds a float32 to the nearest integer.
@@ -29,10 +31,12 @@ _NODES = np.cos(np.pi * (np.arange(7) + 0.5) / 7) / 2
 _C6, _C5, _C4, _C3, _C2, _C1, _C0 = (np.float32(c) for c in np.polyfit(_NODES, np.exp2(_NODES), 6))
 
 
-# Lanes from which sixteen products at once are faster than as many single ones.
-_FEW = 4
-# Rows of K or V that are asked for before they are read: they lie a page apart.
-_AHEAD = 4
+# A token and a head are a lane; lanes that see the same slots are computed together.
+LANES = 16
+# Lanes whose products with four rows registers hold.
+_AT_ONCE = 4 if "avx512f" in features_of(cpu_target.target_context) else 1
+# Rows of K or V that are asked for before they are read: they lie apart.
+_AHEAD = 12
 
 
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True)
@@ -59,39 +63,11 @@ def _exponentials(x, bits):
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True)
 def _softmax(scores, bits):
     """Turn the scores [n] of one lane into exp(scores - max) in place and return their sum."""
-    top = scores[0]
-    for i in range(1, scores.size):
-        top = max(top, scores[i])
+    top = largest(scores.ctypes.data, scores.size)
     for i in range(scores.size):
         scores[i] -= top
     _exponentials(scores, bits)
-    total = np.float32(0)
-    for i in range(scores.size):
-        total += scores[i]
-    return total
-
-
-@numba.njit(fastmath={"contract", "nsz"}, nogil=True)
-def _softmax_of_lanes(scores, bits, seen, totals):
-    """`_softmax` of each column of scores [n, 16]; lane l has seen[l] scores, then zeros follow."""
-    n = scores.shape[0]
-    tops = totals
-    for lane in range(LANES):
-        tops[lane] = scores[0, lane]
-    for i in range(1, n):
-        for lane in range(LANES):
-            tops[lane] = max(tops[lane], scores[i, lane])
-    for i in range(n):
-        for lane in range(LANES):
-            scores[i, lane] -= tops[lane]
-    _exponentials(scores.reshape(n * LANES), bits)
-    for lane in range(LANES):
-        for i in range(seen[lane], n):
-            scores[i, lane] = np.float32(0)
-        totals[lane] = np.float32(0)
-    for i in range(n):
-        for lane in range(LANES):
-            totals[lane] += scores[i, lane]
+    return total(scores.ctypes.data, scores.size)
 
 
 @numba.njit(nogil=True)
@@ -102,9 +78,9 @@ def _row(array, i, j):
 
 @numba.njit(nogil=True)
 def _four_rows(array, slots, i, n, j):
-    """Addresses of array[slots[i:][:4], j]; the next four of slots[:n] are prefetched."""
-    if i + 8 <= n:
-        for ahead in range(i + 4, i + 8):
+    """Addresses of array[slots[i:][:4], j]; of slots[:n], four further ones are prefetched."""
+    if i + _AHEAD + 4 <= n:
+        for ahead in range(i + _AHEAD, i + _AHEAD + 4):
             prefetch(_row(array, slots[ahead], j), array.shape[2])
     return (
         _row(array, slots[i], j),
@@ -114,107 +90,67 @@ def _four_rows(array, slots, i, n, j):
     )
 
 
-@numba.njit(fastmath={"contract", "nsz"}, nogil=True)
-def _attend_one(
-    q, k, v, out, t, head, kv_head, slots, n, further, scale, soft_cap, scores, bits
-):  # fmt: skip
-    """One head of token t, which sees slots[:n], then the slots `further`."""
-    size = q.shape[2]
-    query = _row(q, t, head)
-    for i in range(n):
-        if i + _AHEAD < n:
-            prefetch(_row(k, slots[i + _AHEAD], kv_head), size)
-        scores[i] = dot(_row(k, slots[i], kv_head), query, size) * scale
-    for i in range(further.size):
-        scores[n + i] = dot(_row(k, further[i], kv_head), query, size) * scale
-    seen = n + further.size
-    if soft_cap > 0:
-        for i in range(seen):
-            scores[i] = soft_cap * math.tanh(scores[i] / soft_cap)
-    total = np.float32(1) if seen == 0 else _softmax(scores[:seen], bits[:seen])
-    own = out[t, head]
-    size = own.size
-    for d in range(size):
-        own[d] = np.float32(0)
-    to = own.ctypes.data
-    whole = n - n % 4
-    for i in range(0, whole, 4):
-        weights = (scores[i], scores[i + 1], scores[i + 2], scores[i + 3])
-        rows = _four_rows(v, slots, i, n, kv_head)
-        add_rows(to, size, weights, rows)
-    for i in range(whole, n):
-        add_rows(to, size, (scores[i],), (_row(v, slots[i], kv_head),))
-    for i in range(further.size):
-        add_rows(to, size, (scores[n + i],), (_row(v, further[i], kv_head),))
-    for d in range(size):
-        own[d] /= total
+if _AT_ONCE == 4:
+
+    @numba.njit(nogil=True)
+    def _together(addresses, lane):
+        return (addresses[lane], addresses[lane + 1], addresses[lane + 2], addresses[lane + 3])
+
+else:
+
+    @numba.njit(nogil=True)
+    def _together(addresses, lane):
+        return (addresses[lane],)
 
 
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True)
 def _attend_lanes(
     q, k, v, out, first, lanes, head, heads, kv_head, slots, n, further, further_counts,
-    scale, soft_cap, scores, bits, queries, sums, seen, totals,
+    scale, soft_cap, scores, bits, queries, outs, totals, spare,
 ):  # fmt: skip
-    """`_attend_one` for up to 16 lanes that see the same slots[:n] before their further ones.
+    """Up to 16 lanes that see the same slots[:n] before their further ones.
 
-    Lane l is token first + l // heads at head + l % heads. A row of K or V is read once for all;
-    every sum is in the order of `_attend_one`.
+    Lane l is token first + l // heads at head + l % heads. A row of K or V is read once for all.
+    What a lane gets does not depend on the others.
     """
-    size = q.shape[2]
-    longest = n
     for lane in range(LANES):
         # Lanes to spare repeat the last one.
         used = min(lane, lanes - 1)
-        token, h = used // heads, head + used % heads
-        for d in range(size):
-            queries[d, lane] = q[first + token, h, d]
-        seen[lane] = n + further_counts[token]
-        longest = max(longest, seen[lane])
-    columns = queries.ctypes.data
+        token, h = first + used // heads, head + used % heads
+        queries[lane] = _row(q, token, h)
+        outs[lane] = _row(out, token, h) if lane < lanes else np.uintp(spare.ctypes.data)
+    size, stride = q.shape[2], np.uintp(scores.strides[0])
     whole = n - n % 4
     for i in range(0, whole, 4):
         rows = _four_rows(k, slots, i, n, kv_head)
-        dots(rows, columns, size, scores[i].ctypes.data)
-    for i in range(whole, n):
-        dots((_row(k, slots[i], kv_head),), columns, size, scores[i].ctypes.data)
-    for i in range(n):
-        for lane in range(LANES):
-            scores[i, lane] *= scale
-    for i in range(n, longest):
-        for lane in range(LANES):
-            scores[i, lane] = scores[0, lane]
+        for lane in range(0, lanes, _AT_ONCE):
+            dots(rows, _together(queries, lane), size, _row(scores, lane, i), stride, scale)
     for lane in range(lanes):
-        token, h = lane // heads, head + lane % heads
-        query = _row(q, first + token, h)
-        for i in range(further_counts[token]):
-            scores[n + i, lane] = dot(_row(k, further[token, i], kv_head), query, size) * scale
-    if soft_cap > 0:
-        for i in range(longest):
-            for lane in range(lanes):
-                scores[i, lane] = soft_cap * math.tanh(scores[i, lane] / soft_cap)
-    _softmax_of_lanes(scores[:longest], bits[: longest * LANES], seen, totals)
+        own, more, count = scores[lane], further[lane // heads], further_counts[lane // heads]
+        for i in range(whole, n):
+            own[i] = dot(_row(k, slots[i], kv_head), queries[lane], size) * scale
+        for i in range(count):
+            own[n + i] = dot(_row(k, more[i], kv_head), queries[lane], size) * scale
+        seen = n + count
+        if soft_cap > 0:
+            for i in range(seen):
+                own[i] = soft_cap * math.tanh(own[i] / soft_cap)
+        totals[lane] = np.float32(1) if seen == 0 else _softmax(own[:seen], bits[:seen])
+        for d in range(out.shape[2]):
+            out[first + lane // heads, head + lane % heads, d] = np.float32(0)
     size = out.shape[2]
-    for lane in range(lanes):
-        for d in range(size):
-            sums[lane, d] = np.float32(0)
     for i in range(0, whole, 4):
         rows = _four_rows(v, slots, i, n, kv_head)
-        for lane in range(lanes):
-            weights = (
-                scores[i, lane], scores[i + 1, lane], scores[i + 2, lane], scores[i + 3, lane]
-            )  # fmt: skip
-            add_rows(sums[lane].ctypes.data, size, weights, rows)
-    for i in range(whole, n):
-        row = _row(v, slots[i], kv_head)
-        for lane in range(lanes):
-            add_rows(sums[lane].ctypes.data, size, (scores[i, lane],), (row,))
+        for lane in range(0, lanes, _AT_ONCE):
+            add_rows(_together(outs, lane), size, _row(scores, lane, i), stride, rows)
     for lane in range(lanes):
-        token, h = lane // heads, head + lane % heads
-        for i in range(further_counts[token]):
-            row = _row(v, further[token, i], kv_head)
-            add_rows(sums[lane].ctypes.data, size, (scores[n + i, lane],), (row,))
+        more, count, to = further[lane // heads], further_counts[lane // heads], (outs[lane],)
+        for i in range(whole, n):
+            add_rows(to, size, _row(scores, lane, i), stride, (_row(v, slots[i], kv_head),))
+        for i in range(count):
+            add_rows(to, size, _row(scores, lane, n + i), stride, (_row(v, more[i], kv_head),))
         for d in range(size):
-            out[first + token, h, d] = sums[lane, d] / totals[lane]
+            out[first + lane // heads, head + lane % heads, d] /= totals[lane]
 
 
 @numba.njit(parallel=True, nogil=True, cache=True)
@@ -222,7 +158,7 @@ def _attend(
     q, k, v, out, table, rows, starts, counts, extra, extra_starts, extra_counts,
     scale, soft_cap, threads,
 ):  # fmt: skip
-    tokens, heads, size = q.shape
+    tokens, heads = q.shape[:2]
     group = heads // k.shape[1]
     # Heads of a group that share the lanes of a vector.
     together = group
@@ -250,25 +186,32 @@ def _attend(
         longest = max(longest, counts[t] + extra_counts[t])
         most = max(most, counts[t] - counts[b] + extra_counts[t])
     begins[blocks] = tokens
-    tasks = blocks * (heads // together)
-    # Strided and not in blocks of tasks: in a prefill the last tokens see the most. Head by head:
-    # tokens of one request read the same K/V.
+    # Blocks and heads, of one request after the other, whose cache lies together; of a request head
+    # by head: its blocks read the same K and V. Strided and not in parts: in a prefill the last
+    # tokens see the most; rotated, so that no thread gets the same blocks at each head.
+    tasks = np.empty((blocks * (heads // together), 2), np.int64)
+    count, start = 0, 0
+    while start < blocks:
+        end = start + 1
+        while end < blocks and rows[begins[end]] == rows[begins[start]]:
+            end += 1
+        for turn in range(heads // together):
+            for i in range(end - start):
+                tasks[count, 0] = start + (i + turn) % (end - start)
+                tasks[count, 1] = turn * together
+                count += 1
+        start = end
     for thread in numba.prange(threads):
         slots = np.empty(longest, np.int64)
         further = np.empty((LANES, most), np.int64)
         further_counts = np.empty(LANES, np.int64)
-        scores = np.empty((longest + 1, LANES), np.float32)
-        bits = np.empty((longest + 1) * LANES, np.int32)
-        queries = np.empty((size, LANES), np.float32)
-        sums = np.empty((LANES, out.shape[2]), np.float32)
-        seen = np.empty(LANES, np.int64)
-        totals = np.empty(LANES, np.float32)
-        for task in range(thread, tasks, threads):
-            turn = task // blocks
-            # Rotated, so that no thread gets one block's heads only.
-            block = (task + turn) % blocks
+        scores = np.empty((LANES, longest + 4), np.float32)
+        bits = np.empty(longest, np.int32)
+        queries, outs = np.empty(LANES, np.uintp), np.empty(LANES, np.uintp)
+        totals, spare = np.empty(LANES, np.float32), np.empty(out.shape[2], np.float32)
+        for task in range(thread, count, threads):
+            block, head = tasks[task, 0], tasks[task, 1]
             first, last = begins[block], begins[block + 1]
-            head = turn * together
             n = counts[first]
             for i in range(n):
                 slots[i] = table[rows[first], starts[first] + i]
@@ -280,21 +223,11 @@ def _attend(
                 for i in range(extra_counts[t]):
                     own[behind + i] = extra[extra_starts[t] + i]
                 further_counts[t - first] = behind + extra_counts[t]
-            lanes = (last - first) * together
-            if lanes >= _FEW and n > 0:
-                _attend_lanes(
-                    q, k, v, out, first, lanes, head, together, head // group, slots, n,
-                    further, further_counts, scale, soft_cap,
-                    scores, bits, queries, sums, seen, totals,
-                )  # fmt: skip
-                continue
-            flat = scores.reshape(scores.size)
-            for t in range(first, last):
-                own = further[t - first, : further_counts[t - first]]
-                for h in range(head, head + together):
-                    _attend_one(
-                        q, k, v, out, t, h, h // group, slots, n, own, scale, soft_cap, flat, bits
-                    )  # fmt: skip
+            _attend_lanes(
+                q, k, v, out, first, (last - first) * together, head, together, head // group,
+                slots, n, further, further_counts, scale, soft_cap,
+                scores, bits, queries, outs, totals, spare,
+            )  # fmt: skip
 
 
 def attend(

@@ -15,6 +15,8 @@ weights have a least value, that times the sum is added.
 Addresses are integers (`array.ctypes.data`).
 """
 
+from dataclasses import dataclass
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -54,82 +56,79 @@ _LINE = 64  # bytes that memory gives at once
 BYTES_8, BYTES_4 = LANES * GROUP, LANES * GROUP // 2
 
 
-@intrinsic
-def multiply_8(
-    typing_context, rows, scales, corrections, weights, weight_scales, groups, ahead, to
-):  # fmt: skip
-    """Products of rows with sixteen outputs' weights in 8 bits, -127 to 127.
+def multiplier(bits, count):
+    """The intrinsic that multiplies `count` rows by sixteen outputs' weights in 8 or 4 bits.
 
-    Args:
-        rows: a tuple of addresses: int8[groups * 32] each.
-        scales, corrections: as many: float32[groups], int32[groups] (`quantize`).
-        weights: address of int8[groups, 8, 16, 4].
-        weight_scales: address of float16[groups, 16].
-        ahead: three numbers: what is asked for before it is needed, an address of weights with so
-            many bytes further for each group, and an address of scales; they need not be valid.
-        to: a tuple of addresses, float32[16] each.
+    Of 8 bits a weight is its level, -127 to 127, by a scale; of 4 its level, 0 to 15, by a scale,
+    plus a least value. Its arguments:
+
+    levels, scales, corrections: addresses of the rows, group by group (`quantize`):
+        int8[groups, count, 32], float32[groups, count], and as many of four bytes.
+    weights: address of int8[groups, 8, 16, 4], or with 4 bits uint8[groups, 4, 16, 4].
+    weight_scales: address of float16[groups, 16], or with 4 bits float16[groups, 2, 16]: scales,
+        then what level 0 stands for.
+    groups: of 32 inputs.
+    ahead: three numbers: what is asked for before it is needed, an address of weights with so
+        many bytes further for each group, and an address of scales; they need not be valid.
+    to, stride: address of float32[16] for the first row; so many bytes lie between two rows'.
     """
+    group_of = _group_8 if bits == 8 else _group_4
 
-    def generate(context, builder, signature, args):
-        tile = _Tile(context, builder, signature, args, BYTES_8, 2 * LANES)
-        kernel = signed_dots(features_of(context))
+    @intrinsic
+    def multiply(
+        typing_context, levels, scales, corrections, weights, weight_scales, groups, ahead, to,
+        stride,
+    ):  # fmt: skip
+        def generate(context, builder, signature, args):
+            tile = _Tile(context, builder, args, bits, count)
+            tile.run(group_of(tile))
+            return context.get_dummy_value()
 
-        def group(g):
-            totals = [tile.start(kernel.shift, row, g) for row in range(tile.rows)]
-            for quad in range(QUADS):
-                offset = builder.add(builder.mul(g, I64(BYTES_8)), I64(quad * 4 * LANES))
-                made = kernel.prepare(builder, load(builder, BYTES, tile.weights, offset, 1))
+        kinds = (
+            levels, scales, corrections, weights, weight_scales, groups, ahead, to, stride
+        )  # fmt: skip
+        return types.void(*kinds), generate
+
+    return multiply
+
+
+def _group_8(tile):
+    """What adds a group of weights in 8 bits."""
+    builder, kernel = tile.builder, signed_dots(tile.features)
+
+    def group(place):
+        totals = [tile.start(kernel.shift, row, place) for row in range(tile.rows)]
+        for quad in range(QUADS):
+            made = kernel.prepare(builder, tile.weights_at(place, quad))
+            for row in range(tile.rows):
+                totals[row] = kernel.add(builder, totals[row], made, tile.four(row, place, quad))
+        tile.add_scaled(totals, place)
+
+    return group
+
+
+def _group_4(tile):
+    builder, kernel = tile.builder, unsigned_dots(tile.features)
+    low, four = bytes_of(15), ir.Constant(ir.VectorType(I16, 2 * LANES), [4] * 2 * LANES)
+
+    def group(place):
+        totals = [zeros(WORDS)] * tile.rows
+        for pair in range(QUADS // 2):
+            both = tile.weights_at(place, pair)
+            wide = builder.bitcast(both, four.type)
+            high = builder.bitcast(builder.lshr(wide, four), BYTES)
+            for quad, part in ((2 * pair, both), (2 * pair + 1, high)):
+                made = builder.and_(part, low)
                 for row in range(tile.rows):
-                    totals[row] = kernel.add(builder, totals[row], made, tile.four(row, g, quad))
-            tile.add_scaled(totals, g, 1)
+                    four_inputs = tile.four(row, place, quad)
+                    totals[row] = kernel.add(builder, totals[row], made, four_inputs)
+        tile.add_scaled(totals, place)
 
-        tile.run(group)
-        return context.get_dummy_value()
-
-    kinds = (rows, scales, corrections, weights, weight_scales, groups, ahead, to)
-    return types.void(*kinds), generate
+    return group
 
 
 @intrinsic
-def multiply_4(
-    typing_context, rows, scales, corrections, weights, weight_scales, groups, ahead, to
-):  # fmt: skip
-    """`multiply_8` with weights in 4 bits: a weight is its level, 0 to 15, by a scale and a least.
-
-    Args:
-        weights: address of uint8[groups, 4, 16, 4].
-        weight_scales: address of float16[groups, 2, 16]: scales, then what level 0 stands for.
-        corrections: float32[groups].
-    """
-
-    def generate(context, builder, signature, args):
-        tile = _Tile(context, builder, signature, args, BYTES_4, 4 * LANES)
-        kernel = unsigned_dots(features_of(context))
-        low, four = bytes_of(15), ir.Constant(ir.VectorType(I16, 2 * LANES), [4] * 2 * LANES)
-
-        def group(g):
-            totals = [zeros(WORDS)] * tile.rows
-            for pair in range(QUADS // 2):
-                offset = builder.add(builder.mul(g, I64(BYTES_4)), I64(pair * 4 * LANES))
-                both = load(builder, BYTES, tile.weights, offset, 1)
-                wide = builder.bitcast(both, four.type)
-                high = builder.bitcast(builder.lshr(wide, four), BYTES)
-                for quad, part in ((2 * pair, both), (2 * pair + 1, high)):
-                    made = builder.and_(part, low)
-                    for row in range(tile.rows):
-                        four_inputs = tile.four(row, g, quad)
-                        totals[row] = kernel.add(builder, totals[row], made, four_inputs)
-            tile.add_scaled(totals, g, 2)
-
-        tile.run(group)
-        return context.get_dummy_value()
-
-    kinds = (rows, scales, corrections, weights, weight_scales, groups, ahead, to)
-    return types.void(*kinds), generate
-
-
-@intrinsic
-def quantize(typing_context, row, groups, bits, factor, levels, scales, corrections):
+def quantize(typing_context, row, groups, bits, factor, levels, scales, corrections, beside):
     """A row to 8 bits, in groups of 32: the largest of a group becomes 127 or -127.
 
     A group with an infinity or a NaN gets a scale that is none either, and so do its products.
@@ -137,15 +136,18 @@ def quantize(typing_context, row, groups, bits, factor, levels, scales, correcti
     Args:
         row: address of float32[groups * 32].
         bits: 8 or 4, of the weights that it will be multiplied by; factor: of the products.
-        levels, scales: addresses of int8[groups * 32] and float32[groups], which are written.
-        corrections: address of int32[groups], which is written: with 8 bits what the levels add up
-            to, by -128; with 4 the bits of a float32, what they add up to by the scale.
+        levels, scales: addresses of int8[32] and float32, which are written for each group.
+        corrections: address of int32, which is written: with 8 bits what the levels add up to, by
+            -128; with 4 the bits of a float32, what they add up to by the scale.
+        beside: the rows that lie side by side, group by group: it is so many times as far from
+            one group's to the next one's.
     """
 
     def generate(context, builder, signature, args):
-        row, groups, bits, factor, levels, scales, corrections = args
+        row, groups, bits, factor, levels, scales, corrections, beside = args
         is_8 = builder.icmp_signed("==", bits, ir.Constant(bits.type, 8))
         with cgutils.for_range(builder, groups) as loop:
+            place = builder.mul(loop.index, beside)
             starts = [
                 builder.add(builder.mul(loop.index, I64(GROUP)), I64(half * LANES))
                 for half in range(2)
@@ -164,56 +166,72 @@ def quantize(typing_context, row, groups, bits, factor, levels, scales, correcti
             )
             up = builder.select(usable, builder.fdiv(FLOAT(_MOST_LEVEL), most), FLOAT(0.0))
             scale = builder.fmul(builder.fdiv(most, FLOAT(_MOST_LEVEL)), factor)
-            store(builder, scale, scales, loop.index, 4)
+            store(builder, scale, scales, place, 4)
             total = zeros(WORDS)
-            for start, part in zip(starts, parts, strict=True):
+            for half, part in enumerate(parts):
                 scaled = builder.fmul(part, splat(builder, FLOATS, up))
                 scaled = builder.select(usable, scaled, zeros(FLOATS))
                 rounded = builder.fadd(scaled, ir.Constant(FLOATS, [_ROUND] * LANES))
                 whole = builder.sub(builder.bitcast(rounded, WORDS), words(_ROUND_BITS))
-                store(builder, builder.trunc(whole, LEVELS), levels, start, 1)
+                to = builder.add(builder.mul(place, I64(GROUP)), I64(half * LANES))
+                store(builder, builder.trunc(whole, LEVELS), levels, to, 1)
                 total = builder.add(total, whole)
             added = call(builder, "llvm.vector.reduce.add.v16i32", I32, total)
             by_scale = builder.bitcast(builder.fmul(scale, builder.sitofp(added, FLOAT)), I32)
             correction = builder.select(is_8, builder.mul(added, I32(-128)), by_scale)
-            store(builder, correction, corrections, loop.index, 4)
+            store(builder, correction, corrections, place, 4)
         return context.get_dummy_value()
 
-    kinds = (row, groups, bits, factor, levels, scales, corrections)
+    kinds = (row, groups, bits, factor, levels, scales, corrections, beside)
     return types.void(*kinds), generate
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Addresses of a group's data: of its rows, of its weights, and of their scales."""
+
+    levels: ir.Value
+    scales: ir.Value
+    corrections: ir.Value
+    weights: ir.Value
+    weight_scales: ir.Value
 
 
 class _Tile:
     """The arguments of a product, and its sums in float32, one vector of 16 a row."""
 
-    def __init__(self, context, builder, signature, args, group_bytes, scale_bytes):
-        self._builder, self._features = builder, features_of(context)
-        self._bytes, self._scale_bytes = group_bytes, scale_bytes
-        self.rows = signature.args[0].count
-        pick = builder.extract_value
-        self._levels, self._scales, self._corrections, self._to = (
-            [pick(tupled, i) for i in range(self.rows)]
-            for tupled in (args[0], args[1], args[2], args[7])
+    def __init__(self, context, builder, args, bits, rows):
+        self.builder, self.features, self.rows = builder, features_of(context), rows
+        *self._starts, self._groups, ahead, self._to, self._stride = args
+        self._ahead, self._step, self._ahead_scales = (
+            builder.extract_value(ahead, i) for i in range(3)
         )
-        self._ahead, self._step, self._ahead_scales = (pick(args[6], i) for i in range(3))
-        self.weights, self._weight_scales, self._groups = args[3:6]
-        self._totals = [cgutils.alloca_once(builder, FLOATS) for _ in range(self.rows)]
+        self._has_least = bits == 4
+        self._bytes = BYTES_8 if bits == 8 else BYTES_4
+        self._scale_bytes = 2 * LANES * (1 + self._has_least)
+        self._totals = [cgutils.alloca_once(builder, FLOATS) for _ in range(rows)]
 
     def run(self, group):
-        """Call group(index) for each group, in order; then store the sums."""
-        builder = self._builder
+        """Call group(its place) for each group, in order; then store the sums."""
+        builder = self.builder
         for total in self._totals:
             builder.store(zeros(FLOATS), total)
+        sizes = (GROUP * self.rows, 4 * self.rows, 4 * self.rows, self._bytes, self._scale_bytes)
         with cgutils.for_range(builder, self._groups) as loop:
             self._ask_ahead(loop.index)
-            group(loop.index)
-        for total, to in zip(self._totals, self._to, strict=True):
-            place = builder.inttoptr(to, ir.PointerType(FLOATS))
-            builder.store(builder.load(total), place, align=4)
+            starts = zip(self._starts, sizes, strict=True)
+            group(_Place(*(self._behind(start, loop.index, size) for start, size in starts)))
+        for row, total in enumerate(self._totals):
+            place = self._behind(self._to, self._stride, row)
+            store(builder, builder.load(total), place, I64(0), 4)
+
+    def _behind(self, address, count, size):
+        """The address count * size bytes further; count is a value, size a number."""
+        return self.builder.add(address, self.builder.mul(count, I64(size)))
 
     def _ask_ahead(self, g):
         """Ask for weights that are needed soon."""
-        builder = self._builder
+        builder = self.builder
         kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(I8)] + [I32] * 3)
         prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         for address, step, size in (
@@ -225,42 +243,44 @@ class _Tile:
                 pointer = builder.inttoptr(builder.add(start, I64(line)), ir.PointerType(I8))
                 builder.call(prefetch, [pointer, I32(0), I32(3), I32(1)])
 
-    def start(self, shift, row, g):
+    def weights_at(self, place, part):
+        """The part-th 64 bytes of a group's weights: <64 x i8>."""
+        return load(self.builder, BYTES, place.weights, I64(part * 4 * LANES), 1)
+
+    def start(self, shift, row, place):
         """What a group's sum starts from, where 128 was added to each weight (shift) or not."""
         if not shift:
             return zeros(WORDS)
-        return splat(self._builder, WORDS, load(self._builder, I32, self._corrections[row], g, 4))
+        return splat(self.builder, WORDS, load(self.builder, I32, place.corrections, I64(row), 4))
 
-    def four(self, row, g, quad):
+    def four(self, row, place, quad):
         """Four levels of a row, sixteen times: <64 x i8>."""
-        builder = self._builder
-        index = builder.add(builder.mul(g, I64(QUADS)), I64(quad))
-        word = load(builder, I32, self._levels[row], index, 4)
+        builder = self.builder
+        word = load(builder, I32, place.levels, I64(row * QUADS + quad), 4)
         return builder.bitcast(splat(builder, WORDS, word), BYTES)
 
-    def add_scaled(self, totals, g, parts):
-        """Add a group's integers to the sums; parts: vectors of weight scales to a group."""
-        builder = self._builder
-        first = builder.mul(g, I64(parts * 2 * LANES))
-        scale = self._halves(first)
-        least = self._halves(builder.add(first, I64(2 * LANES))) if parts == 2 else None
+    def add_scaled(self, totals, place):
+        """Add a group's integers to the sums."""
+        builder = self.builder
+        scale = self._halves(place.weight_scales, 0)
+        least = self._halves(place.weight_scales, 2 * LANES) if self._has_least else None
         for row, integers in enumerate(totals):
-            own = load(builder, FLOAT, self._scales[row], g, 4)
+            own = load(builder, FLOAT, place.scales, I64(row), 4)
             both = builder.fmul(scale, splat(builder, FLOATS, own))
             total = builder.load(self._totals[row])
             total = multiply_add(builder, builder.sitofp(integers, FLOATS), both, total)
             if least is not None:
-                correction = load(builder, FLOAT, self._corrections[row], g, 4)
+                correction = load(builder, FLOAT, place.corrections, I64(row), 4)
                 total = multiply_add(builder, least, splat(builder, FLOATS, correction), total)
             builder.store(total, self._totals[row])
 
-    def _halves(self, offset):
-        """Sixteen float16 as float32."""
-        builder = self._builder
-        if "f16c" in self._features:
+    def _halves(self, address, behind):
+        """Sixteen float16, so many bytes behind an address, as float32."""
+        builder, offset = self.builder, I64(behind)
+        if "f16c" in self.features:
             kind = ir.VectorType(ir.HalfType(), LANES)
-            return builder.fpext(load(builder, kind, self._weight_scales, offset, 1), FLOATS)
-        bits = builder.zext(load(builder, HALVES, self._weight_scales, offset, 1), WORDS)
+            return builder.fpext(load(builder, kind, address, offset, 1), FLOATS)
+        bits = builder.zext(load(builder, HALVES, address, offset, 1), WORDS)
         rest = builder.shl(builder.and_(bits, words(0x7FFF)), words(13))
         sign = builder.shl(builder.and_(bits, words(0x8000)), words(16))
         # The exponent's bias differs by 112; the product is exact, for subnormal numbers too.

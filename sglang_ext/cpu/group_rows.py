@@ -9,18 +9,28 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba.core.registry import cpu_target
 
-from sglang_ext.cpu.addresses import address_of, four_addresses
-from sglang_ext.cpu.group_dots import GROUP, multiply_4, multiply_8, quantize
+from sglang_ext.cpu import group_dots
+from sglang_ext.cpu.addresses import address_of
+from sglang_ext.cpu.group_dots import GROUP, multiplier, quantize
 from sglang_ext.cpu.lane_vectors import LANES
 
 # Of a single pass over weights, whose next groups are asked for, so many groups before they are
 # needed: a processor's own prefetching ends at a page.
-_AHEAD = 8
+_AHEAD = np.uintp(8)
+
+
+# Rows that one pass over weights multiplies, at most: as many as registers hold two sums of.
+_MOST_AT_ONCE, _MOST_AT_ONCE_WIDE = 4, 12
+_FEWER_AT_ONCE = (8, 4, 2, 1)
 
 
 def row_functions() -> tuple[Callable[..., Any], ...]:
     """Four compiled functions on rows in 8 bits: (levels int8[T, K], scales, corrections).
+
+    Rows that one pass multiplies, a tile, lie side by side, group by group (`group_dots`); a tile
+    begins where it would if rows lay one behind the other.
 
     The first, of (count, groups), makes room for so many. The second, of (x, row, first, last,
     bits, factor, rows), brings x float32 to 8 bits, as the groups first:last of a row (see
@@ -32,6 +42,10 @@ def row_functions() -> tuple[Callable[..., Any], ...]:
     weight's blocks first:last, weights being (levels, scales) as group_weights.py has them, and
     writes out[:, 16 * first : 16 * last] float32.
     """
+    features = group_dots.features_of(cpu_target.target_context)
+    most = _MOST_AT_ONCE_WIDE if "avx512f" in features else _MOST_AT_ONCE
+    sizes = (most, *(size for size in _FEWER_AT_ONCE if size < most))
+    multiply_tile = _by_size(sizes)
 
     @numba.njit(nogil=True)
     def empty_rows(count, groups):
@@ -40,13 +54,36 @@ def row_functions() -> tuple[Callable[..., Any], ...]:
         return levels, scales, np.empty((count, groups), np.int32)
 
     @numba.njit(nogil=True)
+    def tile_from(start, count):
+        """How many rows the tile has that begins at row `start` of `count`."""
+        left = count - start
+        if left >= most:
+            return most
+        size = _FEWER_AT_ONCE[0]
+        while size > left:
+            size //= 2
+        return size
+
+    @numba.njit(nogil=True)
+    def tile_of(row, count):
+        """Where a row's tile begins, and how many rows it has."""
+        start = min(row // most, count // most) * most
+        size = tile_from(start, count)
+        while start + size <= row:
+            start += size
+            size = tile_from(start, count)
+        return start, size
+
+    @numba.njit(nogil=True)
     def quantize_row(x, row, first, last, bits, factor, rows):
         levels, scales, corrections = rows
-        behind = np.uintp(4 * first)
+        start, size = tile_of(row, scales.shape[0])
+        place = first * size + row - start
+        behind = np.uintp(4 * place)
         quantize(
             x.ctypes.data, last - first, bits, factor,
-            address_of(levels, row) + np.uintp(GROUP * first),
-            address_of(scales, row) + behind, address_of(corrections, row) + behind,
+            address_of(levels, start) + np.uintp(GROUP * place),
+            address_of(scales, start) + behind, address_of(corrections, start) + behind, size,
         )  # fmt: skip
 
     @numba.njit(nogil=True)
@@ -56,58 +93,81 @@ def row_functions() -> tuple[Callable[..., Any], ...]:
             quantize_row(x[row], row, 0, groups, bits, factor, rows)
 
     @numba.njit(nogil=True)
-    def ahead_of(turn, turns, weights, block):
-        """What the turn-th pass over a block asks for: of several, the first two the next block."""
-        levels, scales = weights
-        here, own = address_of(levels, block), address_of(scales, block)
-        size, scale_size = levels.strides[1], scales.strides[1]
+    def ahead_of(turn, turns, here, own, groups, size, scale_size):
+        """What the turn-th pass over a block asks for: of several, the first two the next block.
+
+        The block has weights at address `here`, their scales at `own`, in groups of so many bytes.
+        """
         if turns == 1:
-            soon = np.uintp(_AHEAD * size)
-            return here + soon, np.uintp(size), own + np.uintp(_AHEAD * scale_size)
+            return here + _AHEAD * size, size, own + _AHEAD * scale_size
         if turn > 1:
             return here, np.uintp(0), own
-        following = here + np.uintp(levels.strides[0] + turn * (levels.strides[0] // 2))
-        return following, np.uintp(size // 2), own + np.uintp(scales.strides[0])
+        half = size // np.uintp(2)
+        following = here + groups * size + np.uintp(turn) * groups * half
+        return following, half, own + groups * scale_size
 
     @numba.njit(nogil=True)
-    def one_row(rows, row, out, column):
-        levels, scales, corrections = rows
-        return (
-            (address_of(levels, row),), (address_of(scales, row),), (address_of(corrections, row),),
-            (address_of(out, row) + np.uintp(column),),
-        )  # fmt: skip
-
-    @numba.njit(nogil=True)
-    def four_rows(rows, row, out, column):
-        levels, scales, corrections = rows
-        return (
-            four_addresses(levels, row, 0), four_addresses(scales, row, 0),
-            four_addresses(corrections, row, 0), four_addresses(out, row, column),
-        )  # fmt: skip
-
-    @numba.njit(nogil=True)
-    def multiply_some(bits, some, groups, weights, block, ahead):
-        levels, scales, corrections, to = some
-        here, own = address_of(weights[0], block), address_of(weights[1], block)
-        if bits == 8:
-            multiply_8(levels, scales, corrections, here, own, groups, ahead, to)
-        else:
-            multiply_4(levels, scales, corrections, here, own, groups, ahead, to)
+    def turns_of(count):
+        turns, start = 0, 0
+        while start < count:
+            start += tile_from(start, count)
+            turns += 1
+        return turns
 
     @numba.njit(nogil=True)
     def multiply(bits, rows, weights, out, first, last):
-        count, groups = rows[1].shape
-        fours = count // 4
-        turns = fours + count % 4
+        # Numbers instead of arrays: handing on an array takes as long as a row's product.
+        count, groups = rows[1].shape[0], np.uintp(rows[1].shape[1])
+        size, scale_size = np.uintp(weights[0].strides[1]), np.uintp(weights[1].strides[1])
+        stride = np.uintp(out.strides[0])
+        turns = turns_of(count)
         for block in range(first, last):
-            column = 4 * LANES * block
+            here, own = address_of(weights[0], block), address_of(weights[1], block)
+            to = address_of(out, 0) + np.uintp(4 * LANES * block)
+            start = 0
             for turn in range(turns):
-                ahead = ahead_of(turn, turns, weights, block)
-                if turn < fours:
-                    some = four_rows(rows, 4 * turn, out, column)
-                    multiply_some(bits, some, groups, weights, block, ahead)
-                else:
-                    one = one_row(rows, turn + 3 * fours, out, column)
-                    multiply_some(bits, one, groups, weights, block, ahead)
+                tile = tile_from(start, count)
+                behind = np.uintp(start) * groups
+                multiply_tile(
+                    tile, bits, address_of(rows[0], 0) + GROUP * behind,
+                    address_of(rows[1], 0) + 4 * behind, address_of(rows[2], 0) + 4 * behind,
+                    here, own, groups,
+                    ahead_of(turn, turns, here, own, groups, size, scale_size),
+                    to + np.uintp(start) * stride, stride,
+                )  # fmt: skip
+                start += tile
 
     return empty_rows, quantize_row, quantize_rows, multiply
+
+
+def _by_size(sizes: tuple[int, ...]) -> Callable[..., Any]:
+    """What multiplies a tile of any of these sizes; the last one is taken for all others."""
+    multiply_4, multiply_8 = multiplier(4, sizes[0]), multiplier(8, sizes[0])
+
+    @numba.njit(nogil=True)
+    def multiply(
+        size, bits, levels, scales, corrections, weights, own, groups, ahead, to, stride
+    ):  # fmt: skip
+        if bits == 8:
+            multiply_8(levels, scales, corrections, weights, own, groups, ahead, to, stride)
+        else:
+            multiply_4(levels, scales, corrections, weights, own, groups, ahead, to, stride)
+
+    if len(sizes) == 1:
+        return multiply
+    here, others = sizes[0], _by_size(sizes[1:])
+
+    @numba.njit(nogil=True)
+    def multiply_tile(
+        size, bits, levels, scales, corrections, weights, own, groups, ahead, to, stride
+    ):  # fmt: skip
+        if size == here:
+            multiply(
+                size, bits, levels, scales, corrections, weights, own, groups, ahead, to, stride
+            )  # fmt: skip
+        else:
+            others(
+                size, bits, levels, scales, corrections, weights, own, groups, ahead, to, stride
+            )  # fmt: skip
+
+    return multiply_tile

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,11 +26,13 @@ WAITS_VARIABLE = "SGLANG_EXT_CPU_SHORT_WAITS"
 _MODES = ("auto", "always", "never")
 _TASKS = Path("/proc/self/task")
 _LOOK_S = 0.2
-# Of the time, what all threads together wait for processors: from here on, so many looks long,
-# others want them, and below this, for so many, they do not any more. On two cores a server that
-# streams waits 0.1 to 0.4 for its own other processes, beside one busy neighbour 0.9.
-_CROWDED, _CROWDED_LOOKS = 0.6, 2
-_FREE, _FREE_LOOKS = 0.03, 10
+# Of the time, what all threads together wait for processors: above this, for so many looks in a
+# row, others want them. On two cores a server that streams waits 0.1 to 0.4 for its own other
+# processes, more for a moment where requests begin, beside one busy neighbour 0.9.
+_CROWDED, _CROWDED_LOOKS = 0.6, 4
+# In the mean of so many looks below this, others do not want them any more. With short waits a
+# server that streams waits -0.1 to 0.2, in the mean 0; beside busy neighbours 0.14 to 0.18.
+_FREE, _FREE_LOOKS, _LEAST = 0.03, 15, -0.2
 # What it takes to wake a thread that sleeps, at the most, on a processor that nobody else wants. Of
 # threads with short waits that is some thousand times in a look.
 _WAKE_S = 15e-6
@@ -86,15 +89,21 @@ class Crowd:
 
     def __init__(self) -> None:
         self.here = False
-        self._free_looks = self._crowded_looks = 0
+        self._crowded_looks = 0
+        self._looks: deque[float] = deque(maxlen=_FREE_LOOKS)
 
     def note(self, waited: float) -> bool:
-        """Whether others want them, given what threads waited, by the time since the last look."""
-        self._free_looks = self._free_looks + 1 if waited < _FREE else 0
+        """Whether others want them, given what threads waited, by the time since the last look.
+
+        Args:
+            waited: below 0 where waking threads took less than is taken off for it.
+        """
         self._crowded_looks = self._crowded_looks + 1 if waited > _CROWDED else 0
-        if self._crowded_looks >= _CROWDED_LOOKS:
+        self._looks.append(waited)
+        if not self.here and self._crowded_looks >= _CROWDED_LOOKS:
             self.here = True
-        elif self._free_looks >= _FREE_LOOKS:
+            self._looks.clear()
+        elif len(self._looks) == _FREE_LOOKS and sum(self._looks) < _FREE * _FREE_LOOKS:
             self.here = False
         return self.here
 
@@ -131,7 +140,7 @@ def _watch(waits: ShortWaits, rest: Callable[[float], bool]) -> None:
         now = waited_seconds()
         if before is not None and now is not None:
             # A thread that has ended takes its waits along.
-            here = crowd.note(max(0.0, now - before) / _LOOK_S)
+            here = crowd.note(max(_LEAST, (now - before) / _LOOK_S))
             if here != waits.on:
                 waits.set(here)
                 logger.debug("OpenMP waits are %s", "short" if here else "as they are set")

@@ -1,7 +1,7 @@
 """Loops over float32 vectors of 16 lanes, written as LLVM IR, for numba kernels.
 
 Compiled loops leave the order of a sum to the compiler; here it is fixed, so that one product and
-sixteen at once give the same bits: lane j sums the products j, j + 16, j + 32, ..., the lanes are
+several at once give the same bits: lane j sums the products j, j + 16, j + 32, ..., the lanes are
 added in halves (j + 8, j + 4, j + 2, j + 1), and what is left of a length that 16 does not divide
 follows one by one. LLVM splits the vectors where a processor has narrower ones.
 
@@ -18,6 +18,7 @@ LANES = 16
 _FLOAT = ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 _INDEX = ir.IntType(64)
+_INT = ir.IntType(32)
 _LINE = 64
 
 
@@ -32,7 +33,9 @@ def dot(typing_context, a, b, length):
             here = _load(builder, _VECTOR, a, start)
             there = _load(builder, _VECTOR, b, start)
             builder.store(_multiply_add(builder, here, there, builder.load(total)), total)
-        result = cgutils.alloca_once_value(builder, _sum_of_lanes(builder, builder.load(total)))
+        result = cgutils.alloca_once_value(
+            builder, _of_lanes(builder, builder.load(total), builder.fadd)
+        )
         with _for_rest(builder, length) as d:
             here, there = _load(builder, _FLOAT, a, d), _load(builder, _FLOAT, b, d)
             builder.store(_multiply_add(builder, here, there, builder.load(result)), result)
@@ -42,64 +45,81 @@ def dot(typing_context, a, b, length):
 
 
 @intrinsic
-def dots(typing_context, rows, columns, length, to):
-    """Sixteen products of each row: of the vector there with each column of `columns` [length, 16].
+def dots(typing_context, rows, columns, length, to, stride, scale):
+    """`scale` times `dot` of each of some rows with each of some columns.
 
     Args:
-        rows: a tuple of addresses; `columns` is loaded once for all.
-        to: address of [rows, 16].
+        rows, columns: tuples of addresses; as many pairs of them as a power of two up to 16.
+        to: address of the first column's products, one for each row; the next column's are
+            `stride` bytes further.
     """
 
     def generate(context, builder, signature, args):
-        rows, columns, length, to = args
-        rows = [builder.extract_value(rows, i) for i in range(signature.args[0].count)]
-
-        def add(d, totals):
-            column = _load(builder, _VECTOR, columns, builder.mul(d, _INDEX(LANES)))
-            for row, total in zip(rows, totals, strict=True):
-                value = _splat(builder, _load(builder, _FLOAT, row, d))
-                builder.store(_multiply_add(builder, value, column, builder.load(total)), total)
-
-        def sums(first, step):
-            """What the lanes first, first + step, ... add up to: few registers are in use."""
-            if step < LANES:
-                halves = zip(sums(first, 2 * step), sums(first + step, 2 * step), strict=True)
-                return [builder.fadd(low, high) for low, high in halves]
-            totals = [cgutils.alloca_once(builder, _VECTOR) for _ in rows]
-            for total in totals:
-                builder.store(_zeros(_VECTOR), total)
-            with _for_whole(builder, length) as start:
-                add(builder.add(start, _INDEX(first)), totals)
-            return [builder.load(total) for total in totals]
-
-        results = [cgutils.alloca_once_value(builder, total) for total in sums(0, 1)]
+        rows, columns, length, to, stride, scale = args
+        rows, columns = _taken_apart(builder, rows), _taken_apart(builder, columns)
+        pairs = [(row, column) for column in columns for row in rows]
+        totals = [cgutils.alloca_once_value(builder, _zeros(_VECTOR)) for _ in pairs]
+        with _for_whole(builder, length) as start:
+            loaded = {at: _load(builder, _VECTOR, at, start) for at in (*rows, *columns)}
+            for (row, column), total in zip(pairs, totals, strict=True):
+                here = builder.load(total)
+                here = _multiply_add(builder, loaded[row], loaded[column], here)
+                builder.store(here, total)
+        sums = _sums_of_lanes(builder, [builder.load(total) for total in totals])
+        results = cgutils.alloca_once_value(builder, sums)
         with _for_rest(builder, length) as d:
-            add(d, results)
-        for i, result in enumerate(results):
-            place = _at(builder, _VECTOR, to, _INDEX(i * LANES))
-            builder.store(builder.load(result), place, align=4)
+            here = _side_by_side(builder, [_load(builder, _FLOAT, row, d) for row, _ in pairs])
+            there = _side_by_side(builder, [_load(builder, _FLOAT, at, d) for _, at in pairs])
+            total = _multiply_add(builder, here, there, builder.load(results))
+            builder.store(total, results)
+        scaled = builder.fmul(builder.load(results), _splat(builder, scale))
+        for i in range(len(columns)):
+            own = [_INT(i * len(rows) + row) for row in range(len(rows))]
+            places = ir.Constant(ir.VectorType(_INT, len(rows)), own)
+            part = builder.shuffle_vector(scaled, scaled, places)
+            where = builder.add(to, builder.mul(stride, _INDEX(i)))
+            place = builder.inttoptr(where, ir.PointerType(part.type))
+            builder.store(part, place, align=4)
         return context.get_dummy_value()
 
-    return types.void(rows, types.uintp, types.intp, types.uintp), generate
+    kinds = (rows, columns, types.intp, types.uintp, types.uintp, types.float32)
+    return types.void(*kinds), generate
 
 
 @intrinsic
-def add_rows(typing_context, to, length, weights, rows):
-    """to[d] += weights[0] * rows[0][d], then weights[1] * rows[1][d], ...; tuples of one length."""
+def add_rows(typing_context, to, length, weights, stride, rows):
+    """to[d] += weights[0] * rows[0][d], then weights[1] * rows[1][d], ...: for each `to`.
+
+    Args:
+        to, rows: tuples of addresses.
+        weights: address of the first one's weights, one for each row; the next one's are `stride`
+            bytes further.
+    """
 
     def generate(context, builder, signature, args):
-        to, length, weights, rows = args
-        pairs = [
-            (builder.extract_value(weights, i), builder.extract_value(rows, i))
-            for i in range(signature.args[2].count)
+        to, length, weights, stride, rows = args
+        to, rows = _taken_apart(builder, to), _taken_apart(builder, rows)
+        factors = [
+            [
+                _load(
+                    builder,
+                    _FLOAT,
+                    builder.add(weights, builder.mul(stride, _INDEX(i))),
+                    _INDEX(row),
+                )
+                for row in range(len(rows))
+            ]
+            for i in range(len(to))
         ]
 
         def add(kind, d):
-            total = _load(builder, kind, to, d)
-            for weight, row in pairs:
-                factor = _splat(builder, weight) if kind is _VECTOR else weight
-                total = _multiply_add(builder, factor, _load(builder, kind, row, d), total)
-            builder.store(total, _at(builder, kind, to, d), align=4)
+            loaded = [_load(builder, kind, row, d) for row in rows]
+            for place, own in zip(to, factors, strict=True):
+                total = _load(builder, kind, place, d)
+                for weight, row in zip(own, loaded, strict=True):
+                    factor = _splat(builder, weight) if kind is _VECTOR else weight
+                    total = _multiply_add(builder, factor, row, total)
+                builder.store(total, _at(builder, kind, place, d), align=4)
 
         with _for_whole(builder, length) as start:
             add(_VECTOR, start)
@@ -107,7 +127,34 @@ def add_rows(typing_context, to, length, weights, rows):
             add(_FLOAT, d)
         return context.get_dummy_value()
 
-    return types.void(types.uintp, types.intp, weights, rows), generate
+    return types.void(to, types.intp, types.uintp, types.uintp, rows), generate
+
+
+@intrinsic
+def largest(typing_context, address, length):
+    """The largest of `length` floats, one at least."""
+
+    def generate(context, builder, signature, args):
+        address, length = args
+        first = _load(builder, _FLOAT, address, _INDEX(0))
+
+        def larger(a, b):
+            return builder.select(builder.fcmp_ordered(">", b, a), b, a)
+
+        return _reduced(builder, address, length, _splat(builder, first), larger)
+
+    return types.float32(types.uintp, types.intp), generate
+
+
+@intrinsic
+def total(typing_context, address, length):
+    """The sum of `length` floats, in the order of `dot`."""
+
+    def generate(context, builder, signature, args):
+        address, length = args
+        return _reduced(builder, address, length, _zeros(_VECTOR), builder.fadd)
+
+    return types.float32(types.uintp, types.intp), generate
 
 
 @intrinsic
@@ -176,13 +223,63 @@ def _multiply_add(builder, a, b, c):
     return builder.call(call, [a, b, c])
 
 
-def _sum_of_lanes(builder, vector):
+def _taken_apart(builder, tupled):
+    return [builder.extract_value(tupled, i) for i in range(len(tupled.type))]
+
+
+def _side_by_side(builder, numbers):
+    """Numbers as the first lanes of a vector; zeros follow."""
+    vector = _zeros(_VECTOR)
+    for i, number in enumerate(numbers):
+        vector = builder.insert_element(vector, number, _INT(i))
+    return vector
+
+
+def _reduced(builder, address, length, start, join):
+    """join of all floats there: lane by lane, then in halves, then what is left one by one."""
+    lanes = cgutils.alloca_once_value(builder, start)
+    with _for_whole(builder, length) as first:
+        here = _load(builder, _VECTOR, address, first)
+        builder.store(join(builder.load(lanes), here), lanes)
+    result = cgutils.alloca_once_value(builder, _of_lanes(builder, builder.load(lanes), join))
+    with _for_rest(builder, length) as d:
+        builder.store(join(builder.load(result), _load(builder, _FLOAT, address, d)), result)
+    return builder.load(result)
+
+
+def _of_lanes(builder, vector, join):
+    """join of all lanes, in halves."""
     width = LANES
     while width > 1:
         half = width // 2
-        kind = ir.VectorType(ir.IntType(32), half)
+        kind = ir.VectorType(_INT, half)
         low = builder.shuffle_vector(vector, vector, ir.Constant(kind, list(range(half))))
         high = builder.shuffle_vector(vector, vector, ir.Constant(kind, list(range(half, width))))
-        vector = builder.fadd(low, high)
+        vector = join(low, high)
         width = half
-    return builder.extract_element(vector, ir.IntType(32)(0))
+    return builder.extract_element(vector, _INT(0))
+
+
+def _sums_of_lanes(builder, vectors):
+    """`_of_lanes` of up to 16 vectors' sums at once: a vector of them, in their order."""
+    width = LANES
+    while width > 1:
+        half = width // 2
+        # A vector holds LANES / width of them. Each pair becomes one, of halves that are added.
+        starts = range(0, 2 * LANES, width)
+        low, high = (
+            ir.Constant(
+                ir.VectorType(_INT, LANES),
+                [start + first + i for start in starts for i in range(half)],
+            )
+            for first in (0, half)
+        )
+        pairs = [
+            (vectors[i], vectors[min(i + 1, len(vectors) - 1)]) for i in range(0, len(vectors), 2)
+        ]
+        vectors = [
+            builder.fadd(builder.shuffle_vector(a, b, low), builder.shuffle_vector(a, b, high))
+            for a, b in pairs
+        ]
+        width = half
+    return vectors[0]

@@ -58,20 +58,31 @@ def test_threads_hardly_spin_with_short_waits_and_spin_again_without():
 def test_threads_that_wait_for_processors_tell_of_a_crowd():
     crowd = Crowd()
     assert not crowd.note(0.1)
-    assert not crowd.note(0.8)  # a request that is taken apart beside the model's threads
+    # Requests that are taken apart beside the model's threads.
+    assert not any(crowd.note(0.8) for _ in range(3))
     assert not crowd.note(0.1)
-    assert not crowd.note(0.8) and crowd.note(0.8)
+    assert [crowd.note(0.8) for _ in range(4)] == [False, False, False, True]
     assert crowd.note(0.1)  # less, but not gone
-    assert all(crowd.note(0.0) for _ in range(9))
+    # What came before short waits does not count.
+    assert all(crowd.note(0.0) for _ in range(13))
     assert not crowd.note(0.0)
 
 
 def test_a_short_pause_does_not_end_a_crowd():
     crowd = Crowd()
-    assert not crowd.note(0.8) and crowd.note(0.8)
+    assert [crowd.note(0.8) for _ in range(4)][-1]
     for _ in range(5):
         assert all(crowd.note(0.0) for _ in range(9))
-        assert crowd.note(0.05)
+        assert all(crowd.note(0.15) for _ in range(5))
+
+
+def test_a_stream_s_own_waits_do_not_keep_a_crowd():
+    """Of one stream and nobody else, short waits: now and then more than others would need."""
+    crowd = Crowd()
+    assert [crowd.note(0.8) for _ in range(4)][-1]
+    own = [0.15, -0.1, -0.05, 0.1, -0.08] * 6
+    assert not all(crowd.note(waited) for waited in own)
+    assert not crowd.here
 
 
 def test_the_kernel_counts_waits_of_threads_that_want_the_same_processor():

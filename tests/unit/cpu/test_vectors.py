@@ -4,7 +4,7 @@ import numba
 import numpy as np
 import pytest
 
-from sglang_ext.cpu.vectors import LANES, add_rows, dot, dots, prefetch
+from sglang_ext.cpu.vectors import add_rows, dot, dots, largest, prefetch, total
 
 LENGTHS = [1, 7, 16, 20, 64, 80, 128]
 
@@ -15,24 +15,33 @@ def product(a, b):
 
 
 @numba.njit
-def products(rows, columns, to):
-    """All but the last row two at once."""
+def products(rows, columns, scale, to):
+    """Two rows by two columns at once, and the first row by itself."""
     length = rows.shape[1]
-    for i in range(0, len(rows) - 1, 2):
-        prefetch(rows[i].ctypes.data, length)
-        pair = (rows[i].ctypes.data, rows[i + 1].ctypes.data)
-        dots(pair, columns.ctypes.data, length, to[i].ctypes.data)
-    dots((rows[-1].ctypes.data,), columns.ctypes.data, length, to[-1].ctypes.data)
+    prefetch(rows[0].ctypes.data, length)
+    pair = (rows[0].ctypes.data, rows[1].ctypes.data)
+    others = (columns[0].ctypes.data, columns[1].ctypes.data)
+    stride = np.uintp(to.strides[0])
+    dots(pair, others, length, np.uintp(to.ctypes.data), stride, scale)
+    single, last = (rows[2].ctypes.data,), (columns[2].ctypes.data,)
+    dots(single, last, length, np.uintp(to[2].ctypes.data), stride, scale)
 
 
 @numba.njit
 def add_two(to, weights, rows):
+    """Two rows to each of two places."""
     add_rows(
-        to.ctypes.data,
-        to.size,
-        (weights[0], weights[1]),
+        (to[0].ctypes.data, to[1].ctypes.data),
+        to.shape[1],
+        np.uintp(weights.ctypes.data),
+        np.uintp(weights.strides[0]),
         (rows[0].ctypes.data, rows[1].ctypes.data),
     )
+
+
+@numba.njit
+def reduced(x):
+    return largest(x.ctypes.data, x.size), total(x.ctypes.data, x.size)
 
 
 @pytest.fixture
@@ -41,17 +50,25 @@ def random():
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_sixteen_products_are_the_single_ones_to_the_bit(random, length):
+def test_several_products_are_the_single_ones_to_the_bit(random, length):
     rows = random.standard_normal((3, length), np.float32)
-    columns = random.standard_normal((length, LANES), np.float32)
-    together = np.empty((3, LANES), np.float32)
-    products(rows, columns, together)
-    apart = [np.ascontiguousarray(columns[:, lane]) for lane in range(LANES)]
-    alone = [[float(product(row, column)) for column in apart] for row in rows]
+    columns = random.standard_normal((3, length), np.float32)
+    together = np.zeros((3, 2), np.float32)
+    products(rows, columns, np.float32(0.5), together)
+    alone = [[0.5 * float(product(row, column)) for row in rows[:2]] for column in columns[:2]]
+    alone.append([0.5 * float(product(rows[2], columns[2])), 0.0])
     assert together.tolist() == alone
-    exact = rows.astype(np.float64) @ columns.astype(np.float64)
-    bound = 1e-6 * np.abs(rows).astype(np.float64) @ np.abs(columns)
-    assert (np.abs(together - exact) <= bound + 1e-12).all()
+    exact = 0.5 * columns[:2].astype(np.float64) @ rows[:2].astype(np.float64).T
+    bound = 1e-6 * np.abs(columns[:2]).astype(np.float64) @ np.abs(rows[:2]).T
+    assert (np.abs(together[:2] - exact) <= bound + 1e-12).all()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_floats_are_reduced(random, length):
+    x = random.standard_normal(length, np.float32)
+    top, added = reduced(x)
+    assert top == x.max()
+    assert added == product(x, np.ones(length, np.float32))
 
 
 def test_products_are_added_lane_by_lane_then_in_halves(random):
@@ -66,10 +83,11 @@ def test_products_are_added_lane_by_lane_then_in_halves(random):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_rows_are_added_in_their_order(random, length):
-    to = random.standard_normal(length, np.float32)
+    to = random.standard_normal((2, length), np.float32)
     rows = random.standard_normal((2, length), np.float32)
-    weights = np.array([0.5, -2.0], np.float32)
-    expected = to + weights[0] * rows[0]  # exact products: the weights are powers of two
-    expected = expected + weights[1] * rows[1]
+    # Exact products: the weights are powers of two.
+    weights = np.array([[0.5, -2.0], [4.0, 0.25]], np.float32)
+    expected = to + weights[:, :1] * rows[0]
+    expected = expected + weights[:, 1:] * rows[1]
     add_two(to, weights, rows)
     assert (to == expected).all()
