@@ -11,8 +11,9 @@ SSBD on sentences that grow. Then sentences are in flight together, batch 8 and 
 
 SpecDec's rows need --draft-model, a directory of `sglang-ext drafter train`, or --train-minutes: so
 long a drafter is trained on the distilled outputs, and with --shared-encoder another one that reads
-the target's states of a prompt instead. --quick trains both. Suffix decoding's rows need
-arctic-inference (docs/peers.md). What is not there is said to be absent.
+the target's states of a prompt instead (--shared-draft-model, where it is trained). --quick trains
+both. What `sglang-ext drafter distill` has written (docs/specdec.md) is read with --data. Suffix
+decoding's rows need arctic-inference (docs/peers.md). What is not there is said to be absent.
 
 Figures: mismatches (outputs of exact methods that are not AT's, at any batch size),
 accepted_per_step_* (tokens that a decode step commits), speedup_* (tokens/s by AT's, batch 1):
@@ -22,10 +23,11 @@ bleu_loss_specdecpp; of each relaxed rule relaxed_DRAFTER_accepted_*, _bleu_*, _
 shared_encoder_accepted_ratio (tokens a step by those of the drafter with an encoder of its own),
 _cost_ratio (drafting seconds of a request likewise, capturing states included), _encode_ratio (of
 encoding alone). bad_inputs (mistakes that were made), bad_inputs_unclear (that were not told in
-one clear line). trained_minutes.
+one clear line). trained_minutes, trained_memory_gb (the most that training took) of the drafters.
 
-    python -m scripts.bench_specdec [--quick] [--sentences N] [--distil N] [--length K]
-        [--draft-model DIR | --train-minutes M [--train-shape NAME] [--shared-encoder]]
+    python -m scripts.bench_specdec [--quick] [--sentences N] [--distil N | --data FILE,...]
+        [--draft-model DIR [--shared-draft-model DIR]
+         | --train-minutes M [--train-shape NAME] [--shared-encoder]] [--length K]
         [--languages L,...] [--batches N,...] [--plots DIR] [--docs DIR] [--json FILE]
 """
 
@@ -63,7 +65,13 @@ from scripts.lib.specdec_methods import (
 from scripts.lib.specdec_page import print_results, write_page, write_plots
 from scripts.lib.specdec_results import GROWING, SENTENCES, Answer, Results
 from scripts.lib.specdec_shared import Drafting, drafting_of, shared_figures
-from scripts.lib.specdec_training import Drafters, Written, distilled, drafters_for
+from scripts.lib.specdec_training import (
+    Drafters,
+    Written,
+    drafters_for,
+    training_figures,
+    written_by_language,
+)
 from scripts.lib.translation_runs import (
     Prompts,
     add_corpus,
@@ -105,7 +113,11 @@ def read_options() -> argparse.Namespace:
     add("--max-tokens", type=int, default=96, metavar="N", help="of an answer [%(default)s]")
     add("--languages", default="French,German", metavar="L,...", help="[%(default)s]")
     add("--batches", default="8,32", metavar="N,...", help="beside batch 1 [%(default)s]")
+    add("--data", default="", metavar="FILE,...",
+        help="of `drafter distill`, one for each language: nothing is distilled here")  # fmt: skip
     add("--draft-model", default="", metavar="DIR", help="of `sglang-ext drafter train`")
+    add("--shared-draft-model", default="", metavar="DIR",
+        help="another one, of `--encoder target`")  # fmt: skip
     add("--train-minutes", type=float, default=0.0, metavar="M",
         help="train a drafter here, on the distilled outputs [no]")  # fmt: skip
     add("--train-shape", default="small", metavar="NAME", help="of `drafter train` [%(default)s]")
@@ -145,8 +157,13 @@ def _check(args: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     for name in ("sentences", "growing", "lag", "length", "max_tokens"):
         if getattr(options, name) < 1:
             args.error(f"--{name.replace('_', '-')} must be at least 1")
+    options.data = [Path(file) for file in options.data.split(",") if file]
+    if options.data and len(options.data) != len(options.languages):
+        args.error(f"--data: {len(options.languages)} files are needed, one for each language")
     if options.draft_model and options.train_minutes:
         args.error("--draft-model is a trained drafter: leave --train-minutes out")
+    if options.shared_draft_model and not options.draft_model:
+        args.error("--shared-draft-model is compared with --draft-model: give both")
     if options.shared_encoder and not options.train_minutes:
         args.error("--shared-encoder needs --train-minutes")
     if options.train_minutes < 0 or (options.train_minutes and options.distil < 20):
@@ -165,7 +182,7 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[Results, dict[str, f
     """
     flags = ["--max-running-requests", str(max(AT_ONCE, *options.batches, 1))]
     with Server(options.model, flags, name="plain") as plain:
-        written = {name: distilled(plain, options, name) for name in options.languages}
+        written = written_by_language(plain, options)
         made = drafters_for(options, folder, written)
         with Server(options.model, [*flags, *our_flags(options, made.own)], name="ours") as ours:
             results = measured(options, made, written, plain, ours)
@@ -174,7 +191,7 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[Results, dict[str, f
                 own = drafting(options, plain, ours, made.own)
             if made.own is not None and made.data is not None:
                 bad = list(bad_inputs(options, folder, made, ours))
-        more = {"trained_minutes": made.minutes} if made.minutes else {}
+        more = training_figures(made)
         if bad:
             unclear = sum(bool(case.fault) for case in bad)
             more |= {"bad_inputs": len(bad), "bad_inputs_unclear": unclear}

@@ -1,14 +1,17 @@
 """Part `llm` of scripts.bench_cpu_peers: SmolLM2 here and in llama.cpp, the same 4-bit weights."""
 
 import argparse
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scripts.lib.client import generate
 from scripts.lib.cpu_peers_asr import turned
 from scripts.lib.cpu_peers_common import Taken, ratio_figures, weights_flags
 from scripts.lib.data_folder import data_folder
@@ -19,7 +22,6 @@ from scripts.lib.spec_bench import tokenizer
 from sglang_ext.cpu.install import usable_cores
 from sglang_ext.sweep.data_files import CARRIED
 from sglang_ext.sweep.items import Item, Workload
-from sglang_ext.sweep.load import Answer, run_batch
 from sglang_ext.sweep.methods import METHODS, SERVERS
 from sglang_ext.sweep.servers import COMMON_FLAGS, RunningServer
 from sglang_ext.sweep.workloads import load_workload
@@ -120,14 +122,34 @@ def started(model: str, key: str, flags: Sequence[str]) -> Iterator[RunningServe
 
 def serve_before(server: RunningServer, loaded: Workload, count: int) -> Callable[[str], list[str]]:
     """Answers to other prompts, as texts: what a warm datastore holds."""
-    load = run_batch(server.url, loaded.served_before[:count], max(BATCHES))
-    outputs = outputs_of(load.answers)
+    outputs = answered(server, loaded.served_before[:count], max(BATCHES))
 
     def texts(model: str) -> list[str]:
         decode = tokenizer(model).decode
         return [decode(ids, skip_special_tokens=True) for ids in outputs.values()]
 
     return texts
+
+
+def answered(
+    server: RunningServer,
+    items: Sequence[Item],
+    in_flight: int,
+    params: Mapping[str, Any] | None = None,
+) -> dict[str, list[int]]:
+    """Outputs by the items' ids; whole, not streamed: llama.cpp's loop streams to nobody either.
+
+    Raises:
+        httpx.HTTPError: a request failed.
+    """
+
+    def ask(item: Item) -> list[int]:
+        tokens = item.max_tokens
+        return generate(server.url, item.input_ids, params=params, max_new_tokens=tokens).token_ids
+
+    with ThreadPoolExecutor(in_flight) as pool:
+        outputs = pool.map(ask, items)
+        return {item.id: ids for item, ids in zip(items, outputs, strict=True)}
 
 
 def by_peer(
@@ -154,23 +176,14 @@ def by_server(
     if method.fresh_namespace:
         params["namespace"] = f"peers-{uuid.uuid4().hex[:12]}"
     server.flush_cache()
-    cpu = server.cpu_seconds() or 0.0
-    load = run_batch(server.url, items, rows, params)
-    taken = Taken(load.duration_s, (server.cpu_seconds() or 0.0) - cpu, load.output_tokens)
+    cpu, begin = server.cpu_seconds() or 0.0, time.perf_counter()
+    outputs = answered(server, items, rows, params)
+    seconds = time.perf_counter() - begin
+    tokens = sum(map(len, outputs.values()))
+    taken = Taken(seconds, (server.cpu_seconds() or 0.0) - cpu, tokens)
     if method.fresh_namespace:
         server.delete_namespace(params["namespace"])
-    return taken, outputs_of(load.answers)
-
-
-def outputs_of(answers: Sequence[Answer]) -> dict[str, list[int]]:
-    """Outputs by their items' ids.
-
-    Raises:
-        RuntimeError: a request failed.
-    """
-    if failed := [answer for answer in answers if answer.error is not None]:
-        raise RuntimeError(f"{len(failed)} of {len(answers)} requests failed: {failed[0].error}")
-    return {answer.id: answer.output_ids for answer in answers}
+    return taken, outputs
 
 
 def measure(runs: Mapping[str, Run], workloads: Sequence[Workload], repeats: int) -> Cells:

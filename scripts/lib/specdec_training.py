@@ -2,19 +2,20 @@
 
 import argparse
 import json
-import time
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.lib.client import Completion, generate_all
 from scripts.lib.server import Server
+from scripts.lib.spec_bench import tokenizer
 from scripts.lib.specdec_asking import AT_ONCE, DATA, TRAIN, pair_of
 from scripts.lib.ssbd_streams import read_lines
 from scripts.lib.translation_runs import Prompts
 from sglang_ext.block_drafter.drafter_manifest import Manifest, read_manifest
 from sglang_ext.block_drafter.target_models import load_target
-from sglang_ext.block_drafter.training_data import header
+from sglang_ext.block_drafter.training_data import header, read_file
 from sglang_ext.commands.drafter import add_commands
 
 
@@ -93,14 +94,46 @@ class Drafters:
     Attributes:
         own: the directory of one with an encoder of its own; None: there is none.
         shared: of one with the target's; None: there is none.
-        data: what both were trained on here; None: nothing was trained here.
-        minutes: that training took, of both.
+        data: what both were trained on; None: that is not here.
     """
 
     own: Path | None = None
     shared: Path | None = None
     data: Path | None = None
-    minutes: float = 0.0
+
+
+def written_by_language(plain: Server, options: argparse.Namespace) -> dict[str, list[Written]]:
+    """What the target writes of the training half: read, or asked for here."""
+    if not options.data:
+        return {name: distilled(plain, options, name) for name in options.languages}
+    pairs = zip(options.languages, options.data, strict=True)
+    return {name: read_written(file, options.model) for name, file in pairs}
+
+
+def read_written(file: Path, model: str) -> list[Written]:
+    """What a file of `sglang-ext drafter distill` holds.
+
+    Raises:
+        BlockDrafterError: it is none, or another target's.
+    """
+    decode = tokenizer(model).decode
+    examples = read_file(file, load_target(model), sys.maxsize).examples
+    found = [
+        Written(e.prompt.tolist(), e.output.tolist(), decode(e.output, skip_special_tokens=True))
+        for e in examples
+    ]
+    return [each for each in found if each.text.strip()]
+
+
+def training_figures(made: Drafters) -> dict[str, float]:
+    """Minutes that training took until the drafters that are served, and the most of its memory."""
+    trained = [read_manifest(each).training for each in (made.own, made.shared) if each is not None]
+    if not trained:
+        return {}
+    # Earlier versions did not state the memory.
+    memory = [each["memory_gb"] for each in trained if "memory_gb" in each]
+    minutes = {"trained_minutes": sum(each["seconds"] for each in trained) / 60}
+    return minutes | ({"trained_memory_gb": max(memory)} if memory else {})
 
 
 def distilled(plain: Server, options: argparse.Namespace, language: str) -> list[Written]:
@@ -123,14 +156,18 @@ def drafters_for(
     options: argparse.Namespace, folder: Path, written: Mapping[str, Sequence[Written]]
 ) -> Drafters:
     """The drafter that was given, or those that are trained here."""
-    if not options.train_minutes:
-        return Drafters(Path(options.draft_model) if options.draft_model else None)
     data = folder / "distilled.jsonl"
-    write_data(data, options.model, [each for own in written.values() for each in own])
+    if options.train_minutes or options.data:
+        write_data(data, options.model, [each for own in written.values() for each in own])
+    if not options.train_minutes:
+        own, shared = (
+            Path(folder) if folder else None
+            for folder in (options.draft_model, options.shared_draft_model)
+        )
+        return Drafters(own, shared, data if options.data else None)
     recipe = Recipe(options.train_shape, options.train_minutes, options.length)
-    start, shared = time.monotonic(), None
     train(data, options.model, folder / "own", "own", recipe)
-    if options.shared_encoder:
-        shared = folder / "shared"
-        train(data, options.model, shared, "target", recipe)
-    return Drafters(folder / "own", shared, data, (time.monotonic() - start) / 60)
+    if not options.shared_encoder:
+        return Drafters(folder / "own", None, data)
+    train(data, options.model, folder / "shared", "target", recipe)
+    return Drafters(folder / "own", folder / "shared", data)

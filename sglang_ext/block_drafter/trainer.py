@@ -2,6 +2,8 @@
 
 import logging
 import math
+import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -207,7 +209,11 @@ class Trainer:
         return replay(predictor, held.sources[:most], held.outputs[:most], block).per_step
 
     def _write(self, model: BlockModel, scores: dict[str, Any]) -> None:
-        done = {"steps": self.step, "seconds": round(self._seconds, 1)}
+        done = {
+            "steps": self.step,
+            "seconds": round(self._seconds, 1),
+            "memory_gb": round(_most_memory() / 1e9, 2),
+        }
         training = {**asdict(self._recipe), **done}
         scores = {"held_out": len(self._data.held_out), **scores}
         manifest = replace(self._manifest, training=training, scores=scores)
@@ -304,3 +310,9 @@ def _rate(recipe: Recipe, step: int) -> float:
     """The inverse square root schedule; step counts from 1."""
     rise = min(step / recipe.warmup, math.sqrt(recipe.warmup / step)) if recipe.warmup else 1.0
     return recipe.learning_rate * rise
+
+
+def _most_memory() -> int:
+    """Bytes that this process has held at most."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

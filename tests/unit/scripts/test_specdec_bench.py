@@ -1,5 +1,6 @@
 """bench_specdec against servers that answer from a rule: what it asks, its tables and figures."""
 
+import argparse
 import json
 import sys
 import threading
@@ -340,6 +341,32 @@ def test_a_quick_run_trains_both_and_a_given_drafter_is_not_trained(monkeypatch,
         with pytest.raises(SystemExit):
             read_options()
         assert "--train-minutes" in capsys.readouterr().err
+    for argv in (["--data", "a"], ["--shared-draft-model", "d"]):
+        monkeypatch.setattr(sys, "argv", ["bench_specdec", *argv])
+        with pytest.raises(SystemExit):
+            read_options()
+        assert argv[0] in capsys.readouterr().err
+
+
+def test_what_was_distilled_before_is_read(monkeypatch, tmp_path):
+    target = TargetModel("m", "0" * 16, 0x110000, (), None)
+    monkeypatch.setattr(specdec_training, "load_target", lambda m: target)
+    monkeypatch.setattr(specdec_training, "tokenizer", lambda m: Letters())
+    written = {
+        name: [Written([1, 2], list(map(ord, text)), text)]
+        for name, text in (("French", "abc"), ("German", "de"))
+    }
+    files = [tmp_path / name for name in written]
+    for file, each in zip(files, written.values(), strict=True):
+        write_data(file, "m", each)
+    options = argparse.Namespace(
+        data=files, languages=list(written), model="m", train_minutes=0.0, draft_model="own",
+        shared_draft_model="shared",
+    )  # fmt: skip
+    assert specdec_training.written_by_language(None, options) == written
+    made = specdec_training.drafters_for(options, tmp_path, written)
+    assert (made.own, made.shared) == (Path("own"), Path("shared"))
+    assert made.data is not None and len(made.data.read_text().splitlines()) == 3
 
 
 class Up:
@@ -371,6 +398,11 @@ def test_a_whole_run_with_drafters_that_were_trained_here(servers, monkeypatch, 
     def train(data: Path, model: str, out: Path, encoder: str, recipe: Any) -> None:
         trained.append(encoder)
         assert len(data.read_text().splitlines()) == 1 + 2 * 2  # both languages'
+        model, kept = untrained()
+        took = {"seconds": 90.0, "memory_gb": 1.0 + len(trained)}
+        rule = training_set(repeating())[1]
+        stated = manifest(repeating(), rule, kept.outputs, training=took)
+        save_drafter(out, stated, model, kept)
 
     seconds = iter([1.0, 3.0, 10.0, 11.0])
     monkeypatch.setattr(translation_runs, "tokenizer", lambda model: Letters())
@@ -403,7 +435,8 @@ def test_a_whole_run_with_drafters_that_were_trained_here(servers, monkeypatch, 
         assert flags[flags.index("--drafter") + 1] == "auto" and "--enable-metrics" in flags
     assert more["bad_inputs"] == 2 and more["bad_inputs_unclear"] == 1
     assert more["shared_encoder_cost_ratio"] == 0.5 and more["shared_encoder_accepted_ratio"] == 1.0
-    assert more["shared_encoder_encode_ratio"] == 2.0 and more["trained_minutes"] > 0
+    assert more["shared_encoder_encode_ratio"] == 2.0 and more["trained_minutes"] == 3.0
+    assert more["trained_memory_gb"] == 3.0
     figures = results.figures(options.length)
     assert figures["mismatches"] == 0 and results.languages() == ["French", "German"]
     assert {"accepted_per_step_k10", "speedup_specdec", "speedup_together"} <= set(figures)
