@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 TREE_ATTENTION_BACKEND = "tree_cpu"
+# What NumPy, which has no bfloat16, takes its bits for.
+_KV_KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 # Query-key pairs (over all heads) below which waking other threads costs more than it saves: a pair
 # takes 4 to 15 ns, and threads that have just computed a layer's product are still awake.
 _PARALLEL_FROM = 1_000
@@ -141,6 +143,7 @@ class TreeAttentionBackend(AttentionBackend):
     """Attention on CPUs for decoder-only and encoder-decoder models, fp32, with draft trees.
 
     Attributes:
+        kv_like: an array of the KV cache's dtype, as the kernels know it.
         reader: takes in the cross-attention of the passes that are run; None: nobody asks.
 
     Raises:
@@ -161,16 +164,18 @@ class TreeAttentionBackend(AttentionBackend):
                 f"--attention-backend {TREE_ATTENTION_BACKEND} needs one KV pool for all layers; "
                 "add --disable-hybrid-swa-memory."
             )
-        if runner.kv_cache_dtype != torch.float32:
+        if runner.kv_cache_dtype not in _KV_KINDS:
             raise ValueError(
-                f"--attention-backend {TREE_ATTENTION_BACKEND} keeps its KV cache in float32, not "
-                f"{runner.kv_cache_dtype}; use --dtype float32 and --kv-cache-dtype auto."
+                f"--attention-backend {TREE_ATTENTION_BACKEND} keeps its KV cache in float32 or "
+                f"bfloat16, not {runner.kv_cache_dtype}; use --dtype float32 and --kv-cache-dtype "
+                "auto or bf16."
             )
+        self.kv_like = np.empty((0, 0, 0), _KV_KINDS[runner.kv_cache_dtype])
         self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
         self.reader: FrameReader | None = None
         self._slots: VisibleSlots | None = None
         self._variants: dict[str | int, VisibleSlots] = {}
-        warm_up()
+        warm_up(self.kv_like)
         fuse_layers(runner.model, self)
         start_watching_cores()
         give_back()  # what was only needed to load the model
@@ -210,7 +215,7 @@ class TreeAttentionBackend(AttentionBackend):
         out = q.new_empty(tokens, layer.tp_q_head_num, layer.v_head_dim)
         keys, values = self.layer_pool(layer.layer_id)
         attend(
-            query.numpy(), keys.numpy(), values.numpy(), out.numpy(),
+            query.numpy(), _rows(keys), _rows(values), out.numpy(),
             *self.attention_arguments(layer, forward_batch),
         )  # fmt: skip
         if self.reader is not None and layer.is_cross_attention:
@@ -228,7 +233,7 @@ class TreeAttentionBackend(AttentionBackend):
     forward_extend = forward_decode
 
     def layer_pool(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's keys and values, float32[slots, KH, D] and [slots, KH, DV]."""
+        """A layer's keys and values in the KV cache, [slots, KH, D] and [slots, KH, DV]."""
         pool = self.token_to_kv_pool
         return pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
 
@@ -282,13 +287,13 @@ class TreeAttentionBackend(AttentionBackend):
 start_watching_cores = functools.cache(watch_cores)
 
 
-def warm_up() -> None:
+def warm_up(kv_like: np.ndarray) -> None:
     """Compile the kernels (or load them from numba's cache), so that no request waits for them."""
-    q = np.zeros((1, 1, 8), np.float32)
+    q, k = np.zeros((1, 1, 8), np.float32), np.zeros((1, 1, 8), kv_like.dtype)
     one, zero = np.ones(1, np.int64), np.zeros(1, np.int64)
     table = np.zeros((1, 1), np.int32)
     unit = np.float32(1)
-    attend(q, q, q, q.copy(), table, zero, zero, one, zero, zero, zero, unit, unit, 2)
+    attend(q, k, k, q.copy(), table, zero, zero, one, zero, zero, zero, unit, unit, 2)
 
 
 def register() -> None:
@@ -308,3 +313,8 @@ def _encoder_lens(batch: "ForwardBatch") -> np.ndarray:
 
 def _int64(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy().astype(np.int64, copy=False)
+
+
+def _rows(buffer: torch.Tensor) -> np.ndarray:
+    """A layer's keys or values as the kernels take them."""
+    return buffer.view(torch.uint16).numpy() if buffer.dtype == torch.bfloat16 else buffer.numpy()

@@ -4,7 +4,7 @@ Every query token names the cache slots it sees: `count` entries of its request'
 table, then a short list of extra slots (its ancestors in a draft tree, itself included). The loop
 reads K and V through these slots; nothing is gathered or padded. A token's output is a function of
 its query and of the visible K/V in order, and of nothing else in the batch: the same token gets the
-same bits from decode, extend and verify. Sums are in fp32.
+same bits from decode, extend and verify. Sums are in fp32, of K and V in fp32 or bf16.
 
 One function calls the others, and it alone is kept in numba's cache: helpers that come from the
 cache, or that another function was compiled with before, make the loop half as fast.
@@ -81,7 +81,7 @@ def _four_rows(array, slots, i, n, j):
     """Addresses of array[slots[i:][:4], j]; of slots[:n], four further ones are prefetched."""
     if i + _AHEAD + 4 <= n:
         for ahead in range(i + _AHEAD, i + _AHEAD + 4):
-            prefetch(_row(array, slots[ahead], j), array.shape[2])
+            prefetch(array, _row(array, slots[ahead], j), array.shape[2])
     return (
         _row(array, slots[i], j),
         _row(array, slots[i + 1], j),
@@ -124,13 +124,13 @@ def _attend_lanes(
     for i in range(0, whole, 4):
         rows = _four_rows(k, slots, i, n, kv_head)
         for lane in range(0, lanes, _AT_ONCE):
-            dots(rows, _together(queries, lane), size, _row(scores, lane, i), stride, scale)
+            dots(k, rows, _together(queries, lane), size, _row(scores, lane, i), stride, scale)
     for lane in range(lanes):
         own, more, count = scores[lane], further[lane // heads], further_counts[lane // heads]
         for i in range(whole, n):
-            own[i] = dot(_row(k, slots[i], kv_head), queries[lane], size) * scale
+            own[i] = dot(k, _row(k, slots[i], kv_head), queries[lane], size) * scale
         for i in range(count):
-            own[n + i] = dot(_row(k, more[i], kv_head), queries[lane], size) * scale
+            own[n + i] = dot(k, _row(k, more[i], kv_head), queries[lane], size) * scale
         seen = n + count
         if soft_cap > 0:
             for i in range(seen):
@@ -142,13 +142,14 @@ def _attend_lanes(
     for i in range(0, whole, 4):
         rows = _four_rows(v, slots, i, n, kv_head)
         for lane in range(0, lanes, _AT_ONCE):
-            add_rows(_together(outs, lane), size, _row(scores, lane, i), stride, rows)
+            add_rows(v, _together(outs, lane), size, _row(scores, lane, i), stride, rows)
     for lane in range(lanes):
         more, count, to = further[lane // heads], further_counts[lane // heads], (outs[lane],)
         for i in range(whole, n):
-            add_rows(to, size, _row(scores, lane, i), stride, (_row(v, slots[i], kv_head),))
+            add_rows(v, to, size, _row(scores, lane, i), stride, (_row(v, slots[i], kv_head),))
         for i in range(count):
-            add_rows(to, size, _row(scores, lane, n + i), stride, (_row(v, more[i], kv_head),))
+            row = _row(v, more[i], kv_head)
+            add_rows(v, to, size, _row(scores, lane, n + i), stride, (row,))
         for d in range(size):
             out[first + lane // heads, head + lane % heads, d] /= totals[lane]
 
@@ -250,7 +251,8 @@ def attend(
 
     Args:
         q: [T, H, D] float32; T query tokens.
-        k, v: [S, KH, D] and [S, KH, DV] float32; S cache slots. H is a multiple of KH.
+        k, v: [S, KH, D] and [S, KH, DV], float32 or uint16 with the bits of bfloat16; S cache
+            slots. H is a multiple of KH.
         out: [T, H, DV] float32, written; zeros for a token that sees nothing.
         table: [R, W] int32 slots, a row per request (SGLang's req_to_token).
         rows, starts, counts: [T] int64; token t sees table[rows[t], starts[t]:][:counts[t]] ...

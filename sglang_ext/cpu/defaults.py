@@ -8,6 +8,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from sglang_ext.cpu.install import wants_cpu_engine
+from sglang_ext.options import Options
 from sglang_ext.servers.flags import flag_value
 
 # The KV pool may take this part of the free memory, and never more tokens than this: long contexts
@@ -17,7 +18,9 @@ _MOST_TOKENS = 65_536
 _FEWEST_TOKENS = 4_096
 # Where the model's shape is not known before SGLang has fetched it.
 _TOKENS_OF_UNKNOWN = 16_384
-_BYTES_PER_ELEMENT = 4  # float32
+# Formats of --cpu-weights that are not as exact as 16 bits.
+_ROUNDED = ("int8", "int4")
+_KV_FLAG, _HALF = "--kv-cache-dtype", ("bf16", "bfloat16")
 # argparse accepts both, and SGLang documents both.
 _MODEL_FLAGS = ("--model-path", "--model")
 
@@ -42,15 +45,19 @@ def default_cpu_args(argv: Sequence[str]) -> list[str]:
         "--disable-overlap-schedule": None,
         # SGLang reserves 6.5 GB for GPU buffers and finds no room for the model in 8 GB.
         "--mem-fraction-static": "0.85",
-        # SGLang otherwise turns what memory is left into KV cache, all of it.
-        "--max-total-tokens": str(kv_tokens(argv)),
     }
     if flag_value(argv, "--dtype") in (None, "auto", "float", "float32"):
         # The backend that knows draft trees; it works in float32 only.
         defaults["--attention-backend"] = "tree_cpu"
+        if Options.from_env().cpu_weights in _ROUNDED:
+            # Far nearer than such weights are, and read in half of the time.
+            defaults[_KV_FLAG] = _HALF[0]
     else:
         # SGLang's default for CPUs needs AMX.
         defaults["--attention-backend"] = "torch_native"
+    # SGLang otherwise turns what memory is left into KV cache, all of it.
+    kv_dtype = flag_value(argv, _KV_FLAG) or defaults.get(_KV_FLAG)
+    defaults["--max-total-tokens"] = str(kv_tokens(argv, 2 if kv_dtype in _HALF else 4))
     if "encoder_layers" in _model_config(argv):
         # SGLang 0.5.23 stops with an assertion where a chunk ends within an encoder's input, as it
         # does when three Whisper requests come at once (1,500 tokens each, 4,096 in a chunk).
@@ -65,10 +72,10 @@ def default_cpu_args(argv: Sequence[str]) -> list[str]:
     return added
 
 
-def kv_tokens(argv: Sequence[str]) -> int:
+def kv_tokens(argv: Sequence[str], element_bytes: int = 4) -> int:
     """How many tokens the KV pool should hold, from the model's shape and the free memory."""
     try:
-        per_token = kv_bytes_per_token(_model_config(argv))
+        per_token = kv_bytes_per_token(_model_config(argv), element_bytes)
     except (KeyError, TypeError):
         return _TOKENS_OF_UNKNOWN
     affordable = int(psutil.virtual_memory().available * _KV_SHARE / per_token)
@@ -88,8 +95,11 @@ def _model_config(argv: Sequence[str]) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def kv_bytes_per_token(config: dict[str, Any]) -> int:
-    """Bytes of K and V that one token takes in float32, from a Hugging Face config.json.
+def kv_bytes_per_token(config: dict[str, Any], element_bytes: int = 4) -> int:
+    """Bytes of K and V that one token takes, from a Hugging Face config.json.
+
+    Args:
+        element_bytes: of a number: 4 for float32, 2 for bfloat16.
 
     Raises:
         KeyError: where the shape is not stated.
@@ -98,11 +108,11 @@ def kv_bytes_per_token(config: dict[str, Any]) -> int:
     if "encoder_layers" in config:
         # SGLang's Whisper numbers encoder, self- and cross-attention layers one after another.
         layers = config["encoder_layers"] + 2 * config["decoder_layers"]
-        return 2 * layers * config["d_model"] * _BYTES_PER_ELEMENT
+        return 2 * layers * config["d_model"] * element_bytes
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads") or heads
-    return 2 * config["num_hidden_layers"] * kv_heads * size * _BYTES_PER_ELEMENT
+    return 2 * config["num_hidden_layers"] * kv_heads * size * element_bytes
 
 
 def _has(argv: Sequence[str], flag: str) -> bool:

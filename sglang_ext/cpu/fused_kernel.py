@@ -21,7 +21,7 @@ from sglang_ext.cpu.attention_kernel import _attend
 from sglang_ext.cpu.group_dots import GROUP
 from sglang_ext.cpu.group_rows import row_functions
 from sglang_ext.cpu.lane_vectors import LANES
-from sglang_ext.cpu.vectors import dot
+from sglang_ext.cpu.vectors import dot, store_row
 
 # Rows from which waking threads pays for what is done row by row.
 _MANY_ROWS = 32
@@ -42,7 +42,7 @@ _empty_rows, _quantize_row, _quantize_rows, _multiply = row_functions()
 def _normed(x, weight, epsilon, out):
     """out = x / sqrt(mean(x^2) + epsilon) * weight, of one row."""
     size = x.size
-    squares = dot(x.ctypes.data, x.ctypes.data, size)
+    squares = dot(x, x.ctypes.data, x.ctypes.data, size)
     scale = np.float32(1) / np.sqrt(squares / np.float32(size) + epsilon)
     for i in range(size):
         out[i] = x[i] * scale * weight[i]
@@ -109,6 +109,7 @@ def _place_rows(made, bias, positions, cos_sin, halves, queries, keys, values, s
     """Rows of made [T, q, k and v] to queries, rotated, and to their slots of the KV pool."""
     heads, size = queries.shape[1], queries.shape[2]
     kv_heads = keys.shape[1]
+    turned = np.empty(size, np.float32)
     for row in range(first, last):
         here, slot, position = made[row], slots[row], positions[row]
         for i in range(bias.size):
@@ -119,11 +120,12 @@ def _place_rows(made, bias, positions, cos_sin, halves, queries, keys, values, s
         start = heads * size
         for head in range(kv_heads):
             own = here[start + head * size : start + (head + 1) * size]
-            _rotated(own, position, cos_sin, halves, keys[slot, head])
+            _rotated(own, position, cos_sin, halves, turned)
+            store_row(keys, np.uintp(keys[slot, head].ctypes.data), turned.ctypes.data, size)
         start += kv_heads * size
         for head in range(kv_heads):
-            for i in range(size):
-                values[slot, head, i] = here[start + head * size + i]
+            own = here[start + head * size : start + (head + 1) * size]
+            store_row(values, np.uintp(values[slot, head].ctypes.data), own.ctypes.data, size)
 
 
 @numba.njit(nogil=True)
@@ -150,7 +152,8 @@ def _project(
         bias: float32 of its outputs, or empty.
         positions: [T] int64; cos_sin, halves: as rotary.py has them.
         queries: [T, H, D] float32, written.
-        keys, values: [S, KH, D] float32, the layer's KV pool; slots [T] int64 are written.
+        keys, values: [S, KH, D], the layer's KV pool (attention_kernel.py); slots [T] int64 are
+            written.
         rows, made: written: the rows in 8 bits, and what the projection makes of them.
         threads: how many share the work; the result does not depend on it.
     """
@@ -252,8 +255,8 @@ def _floats(address, size):
 
 
 @numba.njit(nogil=True)
-def _pool(address, slots, heads, size):
-    return numba.carray(_pointer(address), (slots, heads, size), np.float32)
+def _pool(like, address, slots, heads, size):
+    return numba.carray(_pointer(address), (slots, heads, size), like.dtype)
 
 
 @numba.njit(nogil=True)
@@ -280,7 +283,7 @@ FIRST_EPSILON, QKV_FACTOR, OUT_FACTOR, SECOND_EPSILON, UP_FACTOR, DOWN_FACTOR = 
 
 @numba.njit(nogil=True, cache=True)
 def run_layers(
-    x, out, layers, numbers, bits, heads, kv_heads, size, pools, pool_slots,
+    x, out, layers, numbers, bits, heads, kv_heads, size, pools, pool_slots, like,
     positions, cos_sin, halves, slots, norm, epsilon, normed,
     table, rows, starts, counts, extra, extra_starts, extra_counts, scale, soft_cap,
     attention_threads, threads,
@@ -294,7 +297,8 @@ def run_layers(
             of a bias its address and size, 0 for none.
         numbers: [L, 6] float32.
         bits: 8 or 4.
-        pools: [L, 2] int64, addresses of keys and of values, [pool_slots, kv_heads, size] float32.
+        pools: [L, 2] int64, addresses of keys and of values, [pool_slots, kv_heads, size].
+        like: any array of their dtype, float32 or uint16 with the bits of bfloat16.
         positions: [T] int64; cos_sin, halves: as rotary.py has them.
         slots: [T] int64, where keys and values are stored.
         norm: [K] float32, or empty; epsilon: its; normed: [T, K] float32, written where there is.
@@ -312,8 +316,8 @@ def run_layers(
     here = x
     for layer in range(layers.shape[0]):
         own, number = layers[layer], numbers[layer]
-        keys = _pool(pools[layer, 0], pool_slots, kv_heads, size)
-        values = _pool(pools[layer, 1], pool_slots, kv_heads, size)
+        keys = _pool(like, pools[layer, 0], pool_slots, kv_heads, size)
+        values = _pool(like, pools[layer, 1], pool_slots, kv_heads, size)
         _project(
             bits, here, _floats(own[FIRST_NORM], columns), number[FIRST_EPSILON],
             _weights(bits, own[QKV:]), number[QKV_FACTOR],

@@ -37,6 +37,8 @@ _NO_FLOATS = np.empty(0, np.float32)
 class Attention(Protocol):
     """What is read of the attention backend (attention.py)."""
 
+    kv_like: np.ndarray
+
     def layer_pool(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def attention_arguments(self, layer: Any, batch: "ForwardBatch") -> tuple[Any, ...]: ...
@@ -225,10 +227,10 @@ class FusedDecoder:
         kernel.run_layers(
             hidden.contiguous().numpy(), out.numpy(), self._addresses[start:end],
             self._numbers[start:end], self._bits, self._heads, self._kv_heads, self._size,
-            self._pools[start:end], pool_slots, positions.numpy(), self._cos_sin,
-            self._halves, batch.out_cache_loc.numpy(), self._norm if normed else _NO_FLOATS,
-            self._epsilon, behind.numpy(), *backend.attention_arguments(attention, batch),
-            self._threads,
+            self._pools[start:end], pool_slots, backend.kv_like, positions.numpy(),
+            self._cos_sin, self._halves, batch.out_cache_loc.numpy(),
+            self._norm if normed else _NO_FLOATS, self._epsilon, behind.numpy(),
+            *backend.attention_arguments(attention, batch), self._threads,
         )  # fmt: skip
         return behind
 

@@ -5,7 +5,9 @@ several at once give the same bits: lane j sums the products j, j + 16, j + 32, 
 added in halves (j + 8, j + 4, j + 2, j + 1), and what is left of a length that 16 does not divide
 follows one by one. LLVM splits the vectors where a processor has narrower ones.
 
-Addresses are integers (`array.ctypes.data`), 4-byte aligned; lengths are in floats.
+Addresses are integers (`array.ctypes.data`), aligned to a number; lengths are in numbers. Where
+rows may be of another dtype, `like` is any array of it: float32, or uint16 with the bits of
+bfloat16, which are widened as they are read.
 """
 
 from llvmlite import ir
@@ -19,56 +21,63 @@ _FLOAT = ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 _INDEX = ir.IntType(64)
 _INT = ir.IntType(32)
+_SHORT = ir.IntType(16)
 _LINE = 64
 
 
 @intrinsic
-def dot(typing_context, a, b, length):
-    """The product of two vectors at addresses a and b: float32."""
+def dot(typing_context, like, a, b, length):
+    """The product of two vectors at addresses a, of `like`'s dtype, and b, float32: float32."""
+    half = _is_half(like)
 
     def generate(context, builder, signature, args):
-        a, b, length = args
+        _, a, b, length = args
         total = cgutils.alloca_once_value(builder, _zeros(_VECTOR))
         with _for_whole(builder, length) as start:
-            here = _load(builder, _VECTOR, a, start)
+            here = _load(builder, _VECTOR, a, start, half)
             there = _load(builder, _VECTOR, b, start)
             builder.store(_multiply_add(builder, here, there, builder.load(total)), total)
         result = cgutils.alloca_once_value(
             builder, _of_lanes(builder, builder.load(total), builder.fadd)
         )
         with _for_rest(builder, length) as d:
-            here, there = _load(builder, _FLOAT, a, d), _load(builder, _FLOAT, b, d)
+            here, there = _load(builder, _FLOAT, a, d, half), _load(builder, _FLOAT, b, d)
             builder.store(_multiply_add(builder, here, there, builder.load(result)), result)
         return builder.load(result)
 
-    return types.float32(types.uintp, types.uintp, types.intp), generate
+    return types.float32(like, types.uintp, types.uintp, types.intp), generate
 
 
 @intrinsic
-def dots(typing_context, rows, columns, length, to, stride, scale):
+def dots(typing_context, like, rows, columns, length, to, stride, scale):
     """`scale` times `dot` of each of some rows with each of some columns.
 
     Args:
+        like: of the rows' dtype.
         rows, columns: tuples of addresses; as many pairs of them as a power of two up to 16.
         to: address of the first column's products, one for each row; the next column's are
             `stride` bytes further.
     """
 
+    half = _is_half(like)
+
     def generate(context, builder, signature, args):
-        rows, columns, length, to, stride, scale = args
+        _, rows, columns, length, to, stride, scale = args
         rows, columns = _taken_apart(builder, rows), _taken_apart(builder, columns)
         pairs = [(row, column) for column in columns for row in rows]
         totals = [cgutils.alloca_once_value(builder, _zeros(_VECTOR)) for _ in pairs]
         with _for_whole(builder, length) as start:
-            loaded = {at: _load(builder, _VECTOR, at, start) for at in (*rows, *columns)}
+            there = {column: _load(builder, _VECTOR, column, start) for column in columns}
+            here = {row: _load(builder, _VECTOR, row, start, half) for row in rows}
             for (row, column), total in zip(pairs, totals, strict=True):
-                here = builder.load(total)
-                here = _multiply_add(builder, loaded[row], loaded[column], here)
-                builder.store(here, total)
+                more = _multiply_add(builder, here[row], there[column], builder.load(total))
+                builder.store(more, total)
         sums = _sums_of_lanes(builder, [builder.load(total) for total in totals])
         results = cgutils.alloca_once_value(builder, sums)
         with _for_rest(builder, length) as d:
-            here = _side_by_side(builder, [_load(builder, _FLOAT, row, d) for row, _ in pairs])
+            here = _side_by_side(
+                builder, [_load(builder, _FLOAT, row, d, half) for row, _ in pairs]
+            )
             there = _side_by_side(builder, [_load(builder, _FLOAT, at, d) for _, at in pairs])
             total = _multiply_add(builder, here, there, builder.load(results))
             builder.store(total, results)
@@ -82,22 +91,25 @@ def dots(typing_context, rows, columns, length, to, stride, scale):
             builder.store(part, place, align=4)
         return context.get_dummy_value()
 
-    kinds = (rows, columns, types.intp, types.uintp, types.uintp, types.float32)
+    kinds = (like, rows, columns, types.intp, types.uintp, types.uintp, types.float32)
     return types.void(*kinds), generate
 
 
 @intrinsic
-def add_rows(typing_context, to, length, weights, stride, rows):
+def add_rows(typing_context, like, to, length, weights, stride, rows):
     """to[d] += weights[0] * rows[0][d], then weights[1] * rows[1][d], ...: for each `to`.
 
     Args:
+        like: of the rows' dtype.
         to, rows: tuples of addresses.
         weights: address of the first one's weights, one for each row; the next one's are `stride`
             bytes further.
     """
 
+    half = _is_half(like)
+
     def generate(context, builder, signature, args):
-        to, length, weights, stride, rows = args
+        _, to, length, weights, stride, rows = args
         to, rows = _taken_apart(builder, to), _taken_apart(builder, rows)
         factors = [
             [
@@ -113,7 +125,7 @@ def add_rows(typing_context, to, length, weights, stride, rows):
         ]
 
         def add(kind, d):
-            loaded = [_load(builder, kind, row, d) for row in rows]
+            loaded = [_load(builder, kind, row, d, half) for row in rows]
             for place, own in zip(to, factors, strict=True):
                 total = _load(builder, kind, place, d)
                 for weight, row in zip(own, loaded, strict=True):
@@ -127,7 +139,31 @@ def add_rows(typing_context, to, length, weights, stride, rows):
             add(_FLOAT, d)
         return context.get_dummy_value()
 
-    return types.void(to, types.intp, types.uintp, types.uintp, rows), generate
+    return types.void(like, to, types.intp, types.uintp, types.uintp, rows), generate
+
+
+@intrinsic
+def store_row(typing_context, like, to, start, length):
+    """The floats at address `start` to address `to`, rounded to `like`'s dtype, ties to even."""
+    half = _is_half(like)
+
+    def generate(context, builder, signature, args):
+        _, to, start, length = args
+
+        def move(kind, d):
+            value = _load(builder, kind, start, d)
+            if half:
+                value = _rounded(builder, value)
+            place = _at(builder, value.type, to, d, 2 if half else 4)
+            builder.store(value, place, align=2 if half else 4)
+
+        with _for_whole(builder, length) as d:
+            move(_VECTOR, d)
+        with _for_rest(builder, length) as d:
+            move(_FLOAT, d)
+        return context.get_dummy_value()
+
+    return types.void(like, types.uintp, types.uintp, types.intp), generate
 
 
 @intrinsic
@@ -158,21 +194,22 @@ def total(typing_context, address, length):
 
 
 @intrinsic
-def prefetch(typing_context, address, length):
-    """Ask for the cache lines of `length` floats at an address; the address need not be valid."""
+def prefetch(typing_context, like, address, length):
+    """Ask for the cache lines of `length` numbers of `like`'s dtype; the address may be invalid."""
+    size = 2 if _is_half(like) else 4
 
     def generate(context, builder, signature, args):
-        address, length = args
+        _, address, length = args
         pointer = ir.PointerType(ir.IntType(8))
         kind = ir.FunctionType(ir.VoidType(), [pointer] + [ir.IntType(32)] * 3)
         call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        floats = _LINE // 4
-        with cgutils.for_range_slice(builder, _INDEX(0), length, _INDEX(floats)) as (d, _):
-            line = builder.bitcast(_at(builder, _FLOAT, address, d), pointer)
+        step = _INDEX(_LINE // size)
+        with cgutils.for_range_slice(builder, _INDEX(0), length, step) as (d, _):
+            line = builder.bitcast(_at(builder, _FLOAT, address, d, size), pointer)
             builder.call(call, [line, *(ir.IntType(32)(n) for n in (0, 3, 1))])
         return context.get_dummy_value()
 
-    return types.void(types.uintp, types.intp), generate
+    return types.void(like, types.uintp, types.intp), generate
 
 
 def _for_whole(builder, length):
@@ -200,13 +237,49 @@ def _zeros(kind):
     return ir.Constant(kind, [0.0] * LANES)
 
 
-def _at(builder, kind, address, d):
-    where = builder.add(address, builder.mul(d, _INDEX(4)))
+def _is_half(like):
+    """Whether arrays of this numba type hold bfloat16."""
+    if like.dtype not in (types.float32, types.uint16):
+        raise TypeError(f"expected float32, or uint16 for bfloat16, not {like.dtype}")
+    return like.dtype == types.uint16
+
+
+def _at(builder, kind, address, d, size=4):
+    where = builder.add(address, builder.mul(d, _INDEX(size)))
     return builder.inttoptr(where, ir.PointerType(kind))
 
 
-def _load(builder, kind, address, d):
-    return builder.load(_at(builder, kind, address, d), align=4)
+def _load(builder, kind, address, d, half=False):
+    if not half:
+        return builder.load(_at(builder, kind, address, d), align=4)
+    bits = builder.load(_at(builder, _as(_SHORT, kind), address, d, 2), align=2)
+    words = builder.zext(bits, _as(_INT, kind))
+    return builder.bitcast(builder.shl(words, _all(_INT, kind, 16)), kind)
+
+
+def _rounded(builder, value):
+    """Floats as the bits of bfloat16."""
+    kind = value.type
+    words = builder.bitcast(value, _as(_INT, kind))
+    upper = _all(_INT, kind, 16)
+    odd = builder.and_(builder.lshr(words, upper), _all(_INT, kind, 1))
+    near = builder.add(words, builder.add(odd, _all(_INT, kind, 0x7FFF)))
+    # A NaN could be carried over into a number.
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    near = builder.select(is_nan, _all(_INT, kind, 0x7FC00000), near)
+    return builder.trunc(builder.lshr(near, upper), _as(_SHORT, kind))
+
+
+def _as(element, kind):
+    """A number's or a vector's type with other elements."""
+    return element if kind == _FLOAT else ir.VectorType(element, LANES)
+
+
+def _all(element, kind, number):
+    """A constant of `_as`."""
+    if kind == _FLOAT:
+        return ir.Constant(element, number)
+    return ir.Constant(ir.VectorType(element, LANES), [number] * LANES)
 
 
 def _splat(builder, value):

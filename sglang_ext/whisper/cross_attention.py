@@ -90,7 +90,7 @@ class FrameReader:
 
         Args:
             query: float32[T, heads, size].
-            keys: float32[slots, heads, size], the layer's part of the KV pool.
+            keys: [slots, heads, size], float32 or bfloat16, the layer's part of the KV pool.
             table: int[rows, columns], slots by request; the encoder's come first.
             rows: int64[T], the row of each token's request.
             scale: of the products.
@@ -105,7 +105,7 @@ class FrameReader:
                 places = self._places[row] = torch.nonzero(rows == row).flatten()
             slots = table[row, :frames].long()
             q = query[places][:, heads].transpose(0, 1)
-            k = keys[slots][:, heads].permute(1, 2, 0)
+            k = keys[slots][:, heads].permute(1, 2, 0).to(q.dtype)
             weights = torch.softmax(torch.bmm(q, k) * scale, dim=-1).sum(0)
             if row in self._weights:
                 self._weights[row] += weights

@@ -29,17 +29,19 @@ class Pool:
 
     def set_kv_buffer(self, layer, where, k, v):
         self.written.append(where.loc)
-        self.keys[where.loc] = k.view(-1, *self.keys.shape[1:])
-        self.values[where.loc] = v.view(-1, *self.values.shape[1:])
+        self.keys[where.loc] = k.view(-1, *self.keys.shape[1:]).to(self.keys.dtype)
+        self.values[where.loc] = v.view(-1, *self.values.shape[1:]).to(self.values.dtype)
 
 
 class World:
     """A pool with scattered slots, a backend over it, and the reference."""
 
-    def __init__(self, generator, heads=6, kv_heads=2, size=16, v_size=16):
+    def __init__(self, generator, heads=6, kv_heads=2, size=16, v_size=16, kept=torch.float32):
         self.heads, self.kv_heads, self.size, self.v_size = heads, kv_heads, size, v_size
         self.generator = generator
-        self.pool = Pool(self.randn(SLOTS, kv_heads, size), self.randn(SLOTS, kv_heads, v_size))
+        self.pool = Pool(
+            self.randn(SLOTS, kv_heads, size).to(kept), self.randn(SLOTS, kv_heads, v_size).to(kept)
+        )
         self.table = torch.stack(
             [torch.randperm(SLOTS, generator=generator)[:WIDTH] for _ in range(ROWS)]
         ).int()
@@ -48,7 +50,7 @@ class World:
                 req_to_token_pool=SimpleNamespace(req_to_token=self.table),
                 token_to_kv_pool=self.pool,
                 use_mla_backend=False,
-                kv_cache_dtype=torch.float32,
+                kv_cache_dtype=kept,
                 model=None,
             )
         )
@@ -133,7 +135,17 @@ def tree_mask(parents):
 TREES = [[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 2, 3, 4], [-1, 0, 0, 0, 3, 3]]
 
 
-@pytest.fixture(params=[(6, 2, 16, 16), (4, 4, 64, 64), (9, 3, 64, 32), (2, 1, 20, 20)])
+@pytest.fixture(
+    params=[
+        (6, 2, 16, 16),
+        (4, 4, 64, 64),
+        (9, 3, 64, 32),
+        (2, 1, 20, 20),
+        (9, 3, 64, 32, torch.bfloat16),
+        (2, 1, 20, 20, torch.bfloat16),
+    ],
+    ids=lambda shape: "-".join(map(str, shape)),
+)
 def world(request, generator):
     return World(generator, *request.param)
 
@@ -188,8 +200,9 @@ def test_new_keys_and_values_are_written_before_they_are_read(world):
     q = world.randn(2, world.heads * world.size)
     batch = batch_of(ForwardMode.DECODE, rows, lens, out_cache_loc=where)
     out = world.run(batch, q, k=k, v=v)
-    assert torch.equal(world.pool.keys[where], k.reshape(2, world.kv_heads, world.size))
-    assert torch.equal(world.pool.values[where], v.reshape(2, world.kv_heads, world.v_size))
+    keys, values = world.pool.keys[where], world.pool.values[where]
+    assert torch.equal(keys, k.reshape(2, world.kv_heads, world.size).to(keys.dtype))
+    assert torch.equal(values, v.reshape(2, world.kv_heads, world.v_size).to(values.dtype))
     seen = [world.table[3, :20], world.table[6, :41]]
     torch.testing.assert_close(out, world.reference(q, seen), **TOLERANCE)
 
@@ -302,7 +315,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="torch_native"):
         attention.TreeAttentionBackend(runner(use_mla_backend=True))
     with pytest.raises(ValueError, match="--dtype float32"):
-        attention.TreeAttentionBackend(runner(kv_cache_dtype=torch.bfloat16))
+        attention.TreeAttentionBackend(runner(kv_cache_dtype=torch.float16))
     batch = verify_batch([0], [4], torch.ones(1, 3, 3, dtype=torch.bool), torch.arange(3))
     batch.spec_info.custom_mask = torch.ones(3 * 7, dtype=torch.bool)
     with pytest.raises(ValueError, match="expected the tree part only, batch"):

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import dataclass
 
 import pytest
 
@@ -14,6 +15,11 @@ LLAMA = {
     "hidden_size": 576,
 }
 WHISPER = {"encoder_layers": 6, "decoder_layers": 6, "d_model": 512, "num_hidden_layers": 6}
+
+
+@dataclass
+class Free:
+    available: int
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +59,23 @@ def test_what_the_user_says_stays():
     assert defaults.default_cpu_args(["--device", "cuda"]) == []
 
 
+def test_weights_that_are_rounded_have_keys_and_values_in_16_bits(tmp_path, monkeypatch):
+    model = ["--model-path", model_in(tmp_path, LLAMA)]
+    monkeypatch.setattr(defaults.psutil, "virtual_memory", lambda: Free(1 << 30))
+    whole = int(flags(model)["--max-total-tokens"])
+    for form, kept in (("fp32", None), ("bf16", None), ("int8", "bf16"), ("int4", "bf16")):
+        monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", form)
+        given = flags(model)
+        assert given.get("--kv-cache-dtype") == kept
+        assert int(given["--max-total-tokens"]) == pytest.approx(
+            2 * whole if kept else whole, abs=1
+        )
+    given = flags([*model, "--kv-cache-dtype", "auto"])
+    assert "--kv-cache-dtype" not in given and int(given["--max-total-tokens"]) == whole
+    # SGLang's other backends have their own.
+    assert "--kv-cache-dtype" not in flags([*model, "--dtype", "bfloat16"])
+
+
 def test_nothing_on_a_gpu(monkeypatch):
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "0")
     assert defaults.default_cpu_args(["--model-path", "x"]) == []
@@ -64,8 +87,7 @@ def test_kv_cache_fits_the_memory(tmp_path, monkeypatch):
     argv = [f"--model-path={model_in(tmp_path, LLAMA)}"]
 
     def free(size):
-        memory = type("Memory", (), {"available": size})
-        monkeypatch.setattr(defaults.psutil, "virtual_memory", lambda: memory)
+        monkeypatch.setattr(defaults.psutil, "virtual_memory", lambda: Free(size))
 
     free(2 << 30)
     assert defaults.kv_tokens(argv) == (2 << 30) // 4 // 46080

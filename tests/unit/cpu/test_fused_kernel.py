@@ -28,7 +28,20 @@ class Layer:
     values: np.ndarray
 
 
-def layers(bits: int, with_biases: bool) -> list[Layer]:
+def in_pool(numbers: torch.Tensor, kept: torch.dtype) -> np.ndarray:
+    """Numbers as a KV pool of this dtype holds them."""
+    return numbers.numpy() if kept == torch.float32 else numbers.to(kept).view(torch.uint16).numpy()
+
+
+def from_pool(pool: np.ndarray) -> np.ndarray:
+    """float32."""
+    if pool.dtype == np.float32:
+        return pool
+    return torch.from_numpy(pool).view(torch.bfloat16).float().numpy()
+
+
+def layers(bits: int, with_biases: bool, kept: torch.dtype = torch.float32) -> list[Layer]:
+    """Layers whose K and V are `kept` in float32 or bfloat16."""
     generator = torch.Generator().manual_seed(bits)
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -42,7 +55,7 @@ def layers(bits: int, with_biases: bool) -> list[Layer]:
             ],
             [(1 + 0.1 * numbers(COLUMNS)).numpy() for _ in range(2)],
             [numbers(WEIGHTS[i][0] if with_biases else 0).numpy() for i in range(2)],
-            *(numbers(SLOTS, KV_HEADS, SIZE).numpy() for _ in range(2)),
+            *(in_pool(numbers(SLOTS, KV_HEADS, SIZE), kept) for _ in range(2)),
         )
         for _ in range(LAYERS)
     ]
@@ -94,7 +107,7 @@ def run(made: list[Layer], tokens: Pass, norm: np.ndarray, threads: int = 2) -> 
     out, normed = np.empty_like(tokens.x), np.empty_like(tokens.x)
     run_layers(
         tokens.x, out, addresses, numbers, made[0].weights[0].bits, HEADS, KV_HEADS, SIZE, pools,
-        SLOTS, tokens.positions, tokens.cos_sin, True, tokens.slots, norm,
+        SLOTS, made[0].keys[:0], tokens.positions, tokens.cos_sin, True, tokens.slots, norm,
         np.float32(EPSILON), normed, *tokens.seen(), threads, threads,
     )  # fmt: skip
     return out, normed
@@ -111,8 +124,9 @@ def by_parts(made: list[Layer], tokens: Pass) -> torch.Tensor:
         q, k, v = both.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], dim=1)
         for part, to in ((q, queries := torch.empty(q.shape)), (k, keys := torch.empty(k.shape))):
             rotate(part.numpy(), tokens.positions, tokens.cos_sin, to.numpy(), SIZE, True)
-        layer.keys[tokens.slots] = keys.view(count, KV_HEADS, SIZE).numpy()
-        layer.values[tokens.slots] = v.reshape(count, KV_HEADS, SIZE).numpy()
+        for pool, own in ((layer.keys, keys), (layer.values, v)):
+            kept = torch.float32 if pool.dtype == np.float32 else torch.bfloat16
+            pool[tokens.slots] = in_pool(own.reshape(count, KV_HEADS, SIZE), kept)
         attended = np.empty((count, HEADS, SIZE), np.float32)
         attend(queries.view(attended.shape).numpy(), layer.keys, layer.values, attended,
                *tokens.seen(), 1)  # fmt: skip
@@ -131,13 +145,14 @@ NORM = np.linspace(0.5, 1.5, COLUMNS, dtype=np.float32)
 NO_NORM = np.empty(0, np.float32)
 
 
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_biases", [False, True])
 @pytest.mark.parametrize("count", [1, 5, 40])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_layers_are_what_their_parts_are(bits, count, with_biases):
-    made, tokens = layers(bits, with_biases), inputs(count)
+def test_layers_are_what_their_parts_are(bits, count, with_biases, kept):
+    made, tokens = layers(bits, with_biases, kept), inputs(count)
     expected = by_parts(made, tokens)
-    keys = [layer.keys.copy() for layer in made]
+    keys = [from_pool(layer.keys).copy() for layer in made]
     out, normed = run(made, tokens, NORM)
     # A level more or less where a row's number lies between two.
     torch.testing.assert_close(torch.from_numpy(out), expected, rtol=0, atol=0.1)
@@ -145,12 +160,13 @@ def test_layers_are_what_their_parts_are(bits, count, with_biases):
     expected_norm = F.rms_norm(torch.from_numpy(out), (COLUMNS,), torch.from_numpy(NORM), EPSILON)
     torch.testing.assert_close(torch.from_numpy(normed), expected_norm)
     for layer, before in zip(made, keys, strict=True):
-        np.testing.assert_allclose(layer.keys, before, atol=0.1)
+        np.testing.assert_allclose(from_pool(layer.keys), before, atol=0.1)
 
 
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(bits):
-    made, tokens = layers(bits, with_biases=True), inputs(40)
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(bits, kept):
+    made, tokens = layers(bits, with_biases=True, kept=kept), inputs(40)
     whole, normed = run(made, tokens, NORM)
     for first, last in ((0, 1), (1, 3), (3, 8), (8, 40)):  # as a prompt, chunks and single tokens
         part, part_normed = run(made, tokens.rows(first, last), NORM)

@@ -3,40 +3,47 @@
 import numba
 import numpy as np
 import pytest
+import torch
 
-from sglang_ext.cpu.vectors import add_rows, dot, dots, largest, prefetch, total
+from sglang_ext.cpu.vectors import add_rows, dot, dots, largest, prefetch, store_row, total
 
 LENGTHS = [1, 7, 16, 20, 64, 80, 128]
 
 
 @numba.njit
 def product(a, b):
-    return dot(a.ctypes.data, b.ctypes.data, a.size)
+    return dot(a, a.ctypes.data, b.ctypes.data, a.size)
 
 
 @numba.njit
 def products(rows, columns, scale, to):
     """Two rows by two columns at once, and the first row by itself."""
     length = rows.shape[1]
-    prefetch(rows[0].ctypes.data, length)
+    prefetch(rows, rows[0].ctypes.data, length)
     pair = (rows[0].ctypes.data, rows[1].ctypes.data)
     others = (columns[0].ctypes.data, columns[1].ctypes.data)
     stride = np.uintp(to.strides[0])
-    dots(pair, others, length, np.uintp(to.ctypes.data), stride, scale)
+    dots(rows, pair, others, length, np.uintp(to.ctypes.data), stride, scale)
     single, last = (rows[2].ctypes.data,), (columns[2].ctypes.data,)
-    dots(single, last, length, np.uintp(to[2].ctypes.data), stride, scale)
+    dots(rows, single, last, length, np.uintp(to[2].ctypes.data), stride, scale)
 
 
 @numba.njit
 def add_two(to, weights, rows):
     """Two rows to each of two places."""
     add_rows(
+        rows,
         (to[0].ctypes.data, to[1].ctypes.data),
         to.shape[1],
         np.uintp(weights.ctypes.data),
         np.uintp(weights.strides[0]),
         (rows[0].ctypes.data, rows[1].ctypes.data),
     )
+
+
+@numba.njit
+def store(values, to):
+    store_row(to, np.uintp(to.ctypes.data), np.uintp(values.ctypes.data), values.size)
 
 
 @numba.njit
@@ -47,6 +54,12 @@ def reduced(x):
 @pytest.fixture
 def random():
     return np.random.default_rng(7)
+
+
+def halves(array):
+    """An array in bfloat16: its bits, and what they stand for."""
+    rounded = torch.from_numpy(array).bfloat16()
+    return rounded.view(torch.uint16).numpy(), rounded.float().numpy()
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -91,3 +104,41 @@ def test_rows_are_added_in_their_order(random, length):
     expected = expected + weights[:, 1:] * rows[1]
     add_two(to, weights, rows)
     assert (to == expected).all()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_bfloat16_is_read_as_the_floats_that_it_stands_for(random, length):
+    bits, rows = halves(random.standard_normal((3, length), np.float32))
+    columns = random.standard_normal((3, length), np.float32)
+    wide, narrow = np.zeros((3, 2), np.float32), np.zeros((3, 2), np.float32)
+    products(rows, columns, np.float32(0.5), wide)
+    products(bits, columns, np.float32(0.5), narrow)
+    assert narrow.tobytes() == wide.tobytes()
+    assert product(bits[0], columns[0]) == product(rows[0], columns[0])
+    weights = random.standard_normal((2, 2), np.float32)
+    wide, narrow = columns[:2].copy(), columns[:2].copy()
+    add_two(wide, weights, rows)
+    add_two(narrow, weights, bits)
+    assert narrow.tobytes() == wide.tobytes()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_floats_are_stored_as_torch_rounds_them(random, length):
+    values = random.standard_normal(length, np.float32)
+    values[0] = 1.00390625  # half-way between two: to the even one
+    kept = np.zeros(length, np.float32)
+    store(values, kept)
+    assert kept.tobytes() == values.tobytes()
+    rounded = np.zeros(length + 1, np.uint16)
+    store(values, rounded[:length])
+    assert rounded[:length].tobytes() == halves(values)[0].tobytes() and rounded[length] == 0
+
+
+def test_what_is_no_number_stays_none():
+    values = np.array([np.nan, np.inf, -np.inf, 3.4e38], np.float32)
+    values = np.concatenate([values, np.uint32([0x7FFFFFFF]).view(np.float32), np.zeros(20, "f4")])
+    rounded = np.zeros(25, np.uint16)
+    store(values, rounded)
+    floats = torch.from_numpy(rounded).view(torch.bfloat16).float().numpy()
+    assert np.isnan(floats[[0, 4]]).all()
+    assert (floats[1:4] == [np.inf, -np.inf, np.inf]).all()
