@@ -8,7 +8,6 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from sglang_ext.cpu.install import wants_cpu_engine
-from sglang_ext.options import Options
 from sglang_ext.servers.flags import flag_value
 
 # The KV pool may take this part of the free memory, and never more tokens than this: long contexts
@@ -18,9 +17,7 @@ _MOST_TOKENS = 65_536
 _FEWEST_TOKENS = 4_096
 # Where the model's shape is not known before SGLang has fetched it.
 _TOKENS_OF_UNKNOWN = 16_384
-# Formats of --cpu-weights that are not as exact as 16 bits.
-_ROUNDED = ("int8", "int4")
-_KV_FLAG, _HALF = "--kv-cache-dtype", ("bf16", "bfloat16")
+_HALF = ("bf16", "bfloat16")
 # argparse accepts both, and SGLang documents both.
 _MODEL_FLAGS = ("--model-path", "--model")
 
@@ -49,15 +46,12 @@ def default_cpu_args(argv: Sequence[str]) -> list[str]:
     if flag_value(argv, "--dtype") in (None, "auto", "float", "float32"):
         # The backend that knows draft trees; it works in float32 only.
         defaults["--attention-backend"] = "tree_cpu"
-        if Options.from_env().cpu_weights in _ROUNDED:
-            # Far nearer than such weights are, and read in half of the time.
-            defaults[_KV_FLAG] = _HALF[0]
     else:
         # SGLang's default for CPUs needs AMX.
         defaults["--attention-backend"] = "torch_native"
     # SGLang otherwise turns what memory is left into KV cache, all of it.
-    kv_dtype = flag_value(argv, _KV_FLAG) or defaults.get(_KV_FLAG)
-    defaults["--max-total-tokens"] = str(kv_tokens(argv, 2 if kv_dtype in _HALF else 4))
+    half = flag_value(argv, "--kv-cache-dtype") in _HALF
+    defaults["--max-total-tokens"] = str(kv_tokens(argv, 2 if half else 4))
     if "encoder_layers" in _model_config(argv):
         # SGLang 0.5.23 stops with an assertion where a chunk ends within an encoder's input, as it
         # does when three Whisper requests come at once (1,500 tokens each, 4,096 in a chunk).

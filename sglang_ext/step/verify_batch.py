@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
-from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_utils import (
@@ -74,11 +72,6 @@ class VerifyBatches:
     penalties: DevicePenalties
     device: str
     on_host: bool
-
-    @cached_property
-    def _keeps_states(self) -> bool:
-        """Whether the target has states besides KV; SGLang looks for them in its configuration."""
-        return mambaish_config(self.target.model_runner.model_config) is not None
 
     def prepare(self, step: Step) -> VerifyTensors:
         """Make the batch of `step` a verify batch of its plan."""
@@ -173,10 +166,9 @@ class VerifyBatches:
 
     def commit(self, batch: "ScheduleBatch", accepted: Accepted, width: int) -> None:
         """Bring the accepted nodes' KV to the front of each request's slots."""
-        if self._keeps_states:
-            commit_mamba_states_after_verify(
-                self.target, batch, accepted.accept_lens, accepted.accept_index, width
-            )
+        commit_mamba_states_after_verify(
+            self.target, batch, accepted.accept_lens, accepted.accept_index, width
+        )
         if self.on_host and _in_place(accepted, width):
             return
         move_accept_tokens_to_target_kvcache(

@@ -59,21 +59,13 @@ def test_what_the_user_says_stays():
     assert defaults.default_cpu_args(["--device", "cuda"]) == []
 
 
-def test_weights_that_are_rounded_have_keys_and_values_in_16_bits(tmp_path, monkeypatch):
-    model = ["--model-path", model_in(tmp_path, LLAMA)]
+def test_a_pool_of_16_bits_holds_twice_as_many_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(defaults.psutil, "virtual_memory", lambda: Free(1 << 30))
+    model = ["--model-path", model_in(tmp_path, LLAMA)]
     whole = int(flags(model)["--max-total-tokens"])
-    for form, kept in (("fp32", None), ("bf16", None), ("int8", "bf16"), ("int4", "bf16")):
-        monkeypatch.setenv("SGLANG_EXT_CPU_WEIGHTS", form)
-        given = flags(model)
-        assert given.get("--kv-cache-dtype") == kept
-        assert int(given["--max-total-tokens"]) == pytest.approx(
-            2 * whole if kept else whole, abs=1
-        )
-    given = flags([*model, "--kv-cache-dtype", "auto"])
-    assert "--kv-cache-dtype" not in given and int(given["--max-total-tokens"]) == whole
-    # SGLang's other backends have their own.
-    assert "--kv-cache-dtype" not in flags([*model, "--dtype", "bfloat16"])
+    for dtype, times in (("auto", 1), ("bf16", 2), ("bfloat16", 2)):
+        held = int(flags([*model, "--kv-cache-dtype", dtype])["--max-total-tokens"])
+        assert held == pytest.approx(times * whole, abs=1)
 
 
 def test_nothing_on_a_gpu(monkeypatch):
