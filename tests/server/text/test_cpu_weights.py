@@ -1,4 +1,4 @@
-"""Weights in fewer bits on a real server, its layers fused: speculation is exact against them."""
+"""Weights, K and V in fewer bits on a real server, its layers fused: speculation stays exact."""
 
 from collections.abc import Iterator
 
@@ -11,8 +11,9 @@ from tests.server.text.answers import answer, answers, told
 
 @pytest.fixture(scope="module")
 def int4_server() -> Iterator[Server]:
-    flags = ["--speculative-algorithm", "SSSD", "--cpu-weights", "int4", "--bigram-seconds", "0"]
-    with Server(MODEL, [*flags, *CHUNK], name="int4") as server:
+    flags = ["--speculative-algorithm", "SSSD", "--bigram-seconds", "0"]
+    bits = ["--cpu-weights", "int4", "--kv-cache-dtype", "bf16"]
+    with Server(MODEL, [*flags, *bits, *CHUNK], name="int4") as server:
         yield server
 
 
