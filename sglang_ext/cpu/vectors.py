@@ -58,7 +58,6 @@ def dots(typing_context, like, rows, columns, length, to, stride, scale):
         to: address of the first column's products, one for each row; the next column's are
             `stride` bytes further.
     """
-
     half = _is_half(like)
 
     def generate(context, builder, signature, args):
@@ -105,7 +104,6 @@ def add_rows(typing_context, like, to, length, weights, stride, rows):
         weights: address of the first one's weights, one for each row; the next one's are `stride`
             bytes further.
     """
-
     half = _is_half(like)
 
     def generate(context, builder, signature, args):
@@ -254,19 +252,19 @@ def _load(builder, kind, address, d, half=False):
         return builder.load(_at(builder, kind, address, d), align=4)
     bits = builder.load(_at(builder, _as(_SHORT, kind), address, d, 2), align=2)
     words = builder.zext(bits, _as(_INT, kind))
-    return builder.bitcast(builder.shl(words, _all(_INT, kind, 16)), kind)
+    return builder.bitcast(builder.shl(words, _all(kind, 16)), kind)
 
 
 def _rounded(builder, value):
     """Floats as the bits of bfloat16."""
     kind = value.type
     words = builder.bitcast(value, _as(_INT, kind))
-    upper = _all(_INT, kind, 16)
-    odd = builder.and_(builder.lshr(words, upper), _all(_INT, kind, 1))
-    near = builder.add(words, builder.add(odd, _all(_INT, kind, 0x7FFF)))
+    upper = _all(kind, 16)
+    odd = builder.and_(builder.lshr(words, upper), _all(kind, 1))
+    near = builder.add(words, builder.add(odd, _all(kind, 0x7FFF)))
     # A NaN could be carried over into a number.
     is_nan = builder.fcmp_unordered("uno", value, value)
-    near = builder.select(is_nan, _all(_INT, kind, 0x7FC00000), near)
+    near = builder.select(is_nan, _all(kind, 0x7FC00000), near)
     return builder.trunc(builder.lshr(near, upper), _as(_SHORT, kind))
 
 
@@ -275,11 +273,11 @@ def _as(element, kind):
     return element if kind == _FLOAT else ir.VectorType(element, LANES)
 
 
-def _all(element, kind, number):
-    """A constant of `_as`."""
+def _all(kind, number):
+    """A whole number as `_as(_INT, kind)`."""
     if kind == _FLOAT:
-        return ir.Constant(element, number)
-    return ir.Constant(ir.VectorType(element, LANES), [number] * LANES)
+        return _INT(number)
+    return ir.Constant(ir.VectorType(_INT, LANES), [number] * LANES)
 
 
 def _splat(builder, value):
