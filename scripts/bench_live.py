@@ -1,21 +1,22 @@
 """Live speech over /v1/realtime: words in real time through OpenAI's client, one to eight at once.
 
-Clips are streamed as they would be spoken, through the unmodified `openai` client, in every audio
-format by turns, and held against the file route's transcripts of the same clips. Four policies take
-turns, clip by clip: LocalAgreement-2 with a step of one second and whole windows encoded; the same
-without most of the windows' silence (`padding_ms`, the server's default); the same with the shorter
-step of --step-ms; and AlignAtt as the server has it by default, twice: when a hypothesis is made
-depends on the machine, and so do some of its words.
+Clips are streamed as they would be spoken, through the unmodified `openai` client, each in every
+audio format (--quick: in one), and held against what the file route makes of the clip as that
+format carries it (G.711 has 8 kHz). Two policies take turns, clip by clip: AlignAtt as the server
+has it by default, and LocalAgreement-2 with a step of one second and whole windows encoded. Two
+more hear each clip in one format: LocalAgreement-2 without most of the windows' silence
+(`padding_ms`, the server's default), and the same with the shorter step of --step-ms.
 
 display_*_s: seconds from the end of a word in the audio (the file route's word times) to the delta
 that shows it, of one stream with AlignAtt (--policy localagreement: with the shorter step, where a
 server cannot read attention); one_second_display_*_s, padded_display_*_s and short_step_display_*_s
-of the others; policy_speedup_p50 is one_second_display_p50_s by display_p50_s,
-policy_speedup_padded_p50 padded_display_p50_s by it. display_*_s_N: N streams at once, for
---minutes, heard by --streams-model; streamed_clips, how many clips. wer_live (of the first),
-wer_one_second, wer_padded, wer_short_step and wer_file: word errors against the references, of one
-stream and of the file route, which gets each clip as its format carries it (G.711 has 8 kHz);
-wer_points: what wer_live is beyond wer_one_second, in points. delta_mismatches: items whose deltas
+of the others; policy_speedup_p50 is one_second_display_p50_s by display_p50_s, policy_ratio_p90
+display_p90_s by one_second_display_p90_s, policy_speedup_padded_p50 padded_display_p50_s by what
+AlignAtt has of the same streams. display_*_s_N: N streams at once, for --minutes, heard by
+--streams-model; streamed_clips, how many clips. wer_live (of the first), wer_one_second and
+wer_file: word errors against the references, of one stream and of the file route; wer_padded and
+wer_short_step, of fewer streams. wer_points: what wer_live is beyond wer_one_second, in points;
+wer_file_points: beyond wer_file. delta_mismatches: items whose deltas
 are not their transcript, byte for byte. lost_words: of runs of four and more that the file route
 has and a stream has nothing for. errors: error events and failed items. silence_words: invented in
 a silence. bad_input_failures: wrong clients that got neither an error nor a reason, while a stream
@@ -85,43 +86,58 @@ class Heard:
 
 @dataclass
 class Streams:
-    """The runs of a policy, each with the number of its clip."""
+    """The runs of a policy, each with the number of its case."""
 
     runs: list[tuple[int, LiveRun]] = field(default_factory=list)
+
+    def first(self, count: int) -> "Streams":
+        """Those of the first cases."""
+        return Streams([run for run in self.runs if run[0] < count])
 
     def delays(self, heard: Sequence[Heard]) -> np.ndarray:
         parts = [display_delays(run, heard[i].words) for i, run in self.runs]
         return np.array([delay for part in parts for delay in part])
 
 
-def _wire(index: int) -> Mapping[str, Any]:
-    """The format of a clip, by its number."""
-    return FORMATS[index % len(FORMATS)]
-
-
 class Bench:
     """Streams of one server.
 
+    A case is a clip in an audio format. The first ones are all clips, the formats by turns.
+
     Args:
         clips: with references.
+        formats: that each clip comes in, 1 to 5.
     """
 
-    def __init__(self, server: Server, clips: Sequence[Clip]):
+    def __init__(self, server: Server, clips: Sequence[Clip], formats: int = 1):
         self._url = server.base_url
         self.clips = clips
-        self.heard = [self._file(as_sent(clip, _wire(i))) for i, clip in enumerate(clips)]
+        self.cases = [
+            (clip, FORMATS[(i + turn) % len(FORMATS)])
+            for turn in range(formats)
+            for i, clip in enumerate(clips)
+        ]
+        self.heard = [self._file(as_sent(clip, wire)) for clip, wire in self.cases]
 
-    async def in_turn(self, turns: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Streams]:
-        """Every clip with every policy, one stream after the other.
+    async def in_turn(
+        self, turns: Mapping[str, Mapping[str, Any]], cases: int
+    ) -> dict[str, Streams]:
+        """The first cases with every policy, one stream after the other.
 
         Args:
-            turns: of each clip: a policy's name, and the policy (`session.sglang_ext`).
+            turns: of each case: policies (`session.sglang_ext`) by name.
         """
-        made = {name: Streams() for name, _ in turns}
-        for index in range(len(self.clips)):
-            for name, policy in turns:
+        made = {name: Streams() for name in turns}
+        for index in range(cases):
+            for name, policy in turns.items():
                 made[name].runs.append((index, await self._stream(index, policy)))
+            print(f"streamed {index + 1} of {cases}: {', '.join(turns)}", flush=True)
         return made
+
+    def word_errors(self, streams: Streams) -> float:
+        """Word error rate of streams."""
+        wanted = [self.cases[i][0].reference or "" for i, _ in streams.runs]
+        return WordErrors(wanted).rate([run.text for _, run in streams.runs])
 
     async def at_once(self, streams: int, policy: Mapping[str, Any], seconds: float) -> Streams:
         """So many streams, each of one clip after another, begun until so many seconds are over;
@@ -140,7 +156,8 @@ class Bench:
         return made
 
     async def _stream(self, index: int, policy: Mapping[str, Any]) -> LiveRun:
-        return await stream(self._url, KEY, self.clips[index], _wire(index), policy)
+        clip, wire = self.cases[index]
+        return await stream(self._url, KEY, clip, wire, policy)
 
     async def silence(self, seconds: float) -> LiveRun:
         """A silence in real time."""
@@ -282,7 +299,7 @@ def main() -> int:
     short = {"live_policy": "localagreement", "step_ms": options.step_ms}
     tried = {"live_policy": "alignatt"} if options.policy == "alignatt" else short
     with Server(model, flags, name="live") as server:
-        bench = Bench(server, clips)
+        bench = Bench(server, clips, 1 if options.quick else len(FORMATS))
         silence_s = QUICK_SILENCE_S if options.quick else SILENCE_S
         figures, streamed = asyncio.run(measured(bench, short, tried, silence_s))
     if streams > 1:
@@ -321,23 +338,25 @@ async def compared(
     bench: Bench, short: Mapping[str, Any], tried: Mapping[str, Any]
 ) -> tuple[dict[str, float], list[Streams]]:
     """The figures of one stream by policy, and the streams."""
-    heard, references = bench.heard, [clip.reference or "" for clip in bench.clips]
-    live = ("live", tried)
-    before = (("one_second", ONE_SECOND), ("padded", PADDED), ("short_step", short))
-    made = await bench.in_turn([live, *before, live])
-    figures: dict[str, float] = {"clips": len(bench.clips), "step_ms": short["step_ms"]}
+    heard, clips = bench.heard, len(bench.clips)
+    made = await bench.in_turn({"live": tried, "one_second": ONE_SECOND}, len(bench.cases))
+    made |= await bench.in_turn({"padded": PADDED, "short_step": short}, clips)
+    figures: dict[str, float] = {"clips": clips, "step_ms": short["step_ms"]}
     for name, streams in made.items():
         prefix = "" if name == "live" else f"{name}_"
         found = delays("", streams.delays(heard))
         figures |= {f"{prefix}{key}": value for key, value in found.items()}
-        wanted = [references[i] for i, _ in streams.runs]
-        figures[f"wer_{name}"] = WordErrors(wanted).rate([run.text for _, run in streams.runs])
-    for name, slower in (("", "one_second"), ("_padded", "padded")):
-        ratio = figures[f"{slower}_display_p50_s"] / figures["display_p50_s"]
-        figures[f"policy_speedup{name}_p50"] = ratio
+        figures[f"wer_{name}"] = bench.word_errors(streams)
+    shown, slower = figures["display_p50_s"], figures["one_second_display_p50_s"]
+    figures["policy_speedup_p50"] = slower / shown
+    figures["policy_ratio_p90"] = figures["display_p90_s"] / figures["one_second_display_p90_s"]
+    shown = delays("", made["live"].first(clips).delays(heard))["display_p50_s"]
+    figures["policy_speedup_padded_p50"] = figures["padded_display_p50_s"] / shown
     figures["words_timed"] = len(made["live"].delays(heard))
-    figures["wer_points"] = 100 * (figures["wer_live"] - figures["wer_one_second"])
+    references = [clip.reference or "" for clip, _ in bench.cases]
     figures["wer_file"] = WordErrors(references).rate([one.text for one in heard])
+    for name, other in (("wer_points", "one_second"), ("wer_file_points", "file")):
+        figures[name] = 100 * (figures["wer_live"] - figures[f"wer_{other}"])
     return figures, list(made.values())
 
 

@@ -296,8 +296,8 @@ class Options:
     )
     alignatt_frames: int = _option(
         20,
-        "alignatt: so many frames of 20 ms lie behind the place that a settled word attends to; "
-        "half as many if two hypotheses agree on it, three times as many if it is not sure",
+        "alignatt: frames of 20 ms behind the place that a settled word attends to: half as many "
+        "if it is sure, none if two hypotheses agree on it too, 3.5 times as many if it is neither",
         low=0,
         high=500,
     )

@@ -10,11 +10,12 @@ Transcription System", section 2.1). Macháček et al. find the committed words 
 by their times; here they are aligned by edit distance, so that no word times are needed.
 """
 
+import math
 import re
 import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 # Thai and Lao, Burmese, Khmer, kana, Han: written without spaces, so each character is a word.
 _UNSPACED = (
@@ -73,6 +74,19 @@ def aligned_prefix(wanted: Sequence[str], given: Sequence[str]) -> int:
     return min(range(len(row)), key=rank)
 
 
+class Evidence(NamedTuple):
+    """What is known of a word of a hypothesis besides its text.
+
+    Attributes:
+        behind: seconds of audio that were heard behind the place which it attends to; None: it is
+            not known.
+        logprob: log probability, natural; None: it is not known.
+    """
+
+    behind: float | None = None
+    logprob: float | None = None
+
+
 class CommitPolicy(ABC):
     """Decides what is settled, over the hypotheses of one stretch of audio that grows at its end.
 
@@ -89,17 +103,16 @@ class CommitPolicy(ABC):
         self,
         words: Sequence[str],
         last: bool = False,
-        behind: Sequence[float | None] = (),
-        sure: Sequence[bool] = (),
+        evidence: Sequence[Evidence] = (),
+        seconds: float = math.inf,
     ) -> tuple[int, int]:
         """Take the next hypothesis.
 
         Args:
             words: of the whole stretch, from its beginning.
             last: no other hypothesis of it will come: all of it is committed.
-            behind: for each word, seconds of audio that were heard behind the place which it
-                attends to; None, or no list: it is not known.
-            sure: for each word, whether the recogniser is; no list: of all.
+            evidence: for each word, what else is known of it; no list: nothing.
+            seconds: of audio in the stretch; inf: it is not known.
 
         Returns:
             first, end: words[first:end] are committed now; the ones from `end` on are unstable.
@@ -107,9 +120,8 @@ class CommitPolicy(ABC):
         keys = [_key(word) for word in words]
         first = aligned_prefix(self._committed, keys)
         tail = list(words[first:])
-        known = list(behind[first:]) or [None] * len(tail)
-        surely = list(sure[first:]) or [True] * len(tail)
-        count = len(tail) if last else self._settled(tail, known, surely)
+        known = list(evidence[first:]) or [Evidence()] * len(tail)
+        count = len(tail) if last else self._settled(tail, known, seconds)
         self._committed += keys[first : first + count]
         return first, first + count
 
@@ -121,12 +133,13 @@ class CommitPolicy(ABC):
         del self._committed[: aligned_prefix([_key(word) for word in words], self._committed)]
 
     @abstractmethod
-    def _settled(self, tail: list[str], behind: list[float | None], sure: list[bool]) -> int:
+    def _settled(self, tail: list[str], evidence: Sequence[Evidence], seconds: float) -> int:
         """How many of the words behind the committed ones are committed now.
 
         Args:
             tail: those words.
-            behind, sure: of each of them, as in `hear`.
+            evidence: of each of them.
+            seconds: as in `hear`.
         """
 
 
@@ -137,7 +150,7 @@ class LocalAgreement(CommitPolicy):
         super().__init__()
         self._tail: list[str] = []  # the last hypothesis's words behind the committed ones
 
-    def _settled(self, tail: list[str], behind: list[float | None], sure: list[bool]) -> int:
+    def _settled(self, tail: list[str], evidence: Sequence[Evidence], seconds: float) -> int:
         agreed = agreed_prefix(self._tail, tail)
         self._tail = tail[agreed:]
         return agreed

@@ -11,6 +11,7 @@ from speech.agreement import split_words
 # A word that attends to a place so far before an earlier one was not written from the audio:
 # invented text looks back (SimulStreaming's rewind_threshold, which is 4 s).
 REWIND_S = 1.0
+_SURE = -0.25  # log probability
 _BEHIND_S = 0.1  # a word's place may lie so far behind the end of speech
 _LEAST_INVENTED = 3  # words: of fewer, attention may be wrong
 _LEAST_WORD_S = 0.15  # nobody says several words in less, each
@@ -60,6 +61,11 @@ class Word:
     end: float
     look: float | None = None
     logprob: float | None = None
+
+
+def is_sure(logprob: float | None) -> bool:
+    """Whether a word's log probability tells that it will not change; None: nothing tells of it."""
+    return logprob is None or logprob >= _SURE
 
 
 def timed_words(spans: Sequence[Span], offset: float) -> tuple[list[Word], list[tuple[int, float]]]:

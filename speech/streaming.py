@@ -14,17 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speech.agreement import CommitPolicy, LocalAgreement, ends_sentence
+from speech.agreement import CommitPolicy, Evidence, LocalAgreement, ends_sentence
 from speech.audio import SAMPLE_RATE
 from speech.buffer import AudioBuffer, SpeechProbabilities
 from speech.hypotheses import Span as Span  # of whoever transcribes
 from speech.hypotheses import Word as Word
-from speech.hypotheses import parted, timed_words, without_invented
+from speech.hypotheses import is_sure, parted, timed_words, without_invented
 from speech.vad import FRAME_SAMPLES, FRAMES_PER_SECOND, default_detector, runs, speech_mask
 
 _PROMPT_CHARS = 200  # as whisper_streaming (Macháček et al. 2023, section 2.1)
 _BEHIND_S = 0.2  # a hypothesis has heard the end of speech if so much silence followed
-_SURE = -0.3  # log probability
 _NEAR_S = 0.5  # Whisper's times are off by so much
 _LAST_TRIES = 3  # when no more audio comes, so many failures in a row end it
 
@@ -193,7 +192,7 @@ class StreamingRecognizer:
             return self._window(self._place_to_cut(speech), final=True)
         if self._ended or audio.frames - end >= _frames(options.silence_s):
             frames = min(audio.frames, end + _frames(options.padding_s))
-            sure = all(map(_sure, self._words[self._settled :]))
+            sure = all(is_sure(word.logprob) for word in self._words[self._settled :])
             if sure and self._heard - audio.origin >= end + _frames(_BEHIND_S):
                 return self._settle(frames)
             return self._window(frames, final=True)
@@ -257,10 +256,13 @@ class StreamingRecognizer:
         words, ends = timed_words(spans, window.start)
         words = without_invented(words, self._spoken(window))
         heard = window.start + len(window.samples) / SAMPLE_RATE
-        behind = [None if word.look is None else heard - word.look for word in words]
-        sure = list(map(_sure, words))
+        evidence = [
+            Evidence(None if word.look is None else heard - word.look, word.logprob)
+            for word in words
+        ]
         texts = [word.text for word in words]
-        first, last = self._policy.hear(texts, window.final, behind, sure)
+        seconds = heard - window.start
+        first, last = self._policy.hear(texts, window.final, evidence, seconds)
         frames = len(window.samples) // FRAME_SAMPLES
         self._heard = start + frames
         committed, unstable = self._shown(words, first, last, window.final)
@@ -339,11 +341,6 @@ class StreamingRecognizer:
         self.lost_s += dropped / FRAMES_PER_SECOND
         self._begin()
         self._prompt = ""
-
-
-def _sure(word: Word) -> bool:
-    """Whether the recogniser is sure of a word, or does not say."""
-    return word.logprob is None or word.logprob >= _SURE
 
 
 def _frames(seconds: float) -> int:

@@ -1,13 +1,13 @@
 """AlignAtt over made attention, and over a Whisper's that was recorded."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from speech.agreement import CommitPolicy, LocalAgreement, split_words
+from speech.agreement import CommitPolicy, Evidence, LocalAgreement, split_words
 from speech.alignatt import AlignAtt
 from speech.audio import SAMPLE_RATE
 from speech.hypotheses import Token, timed_words
@@ -23,79 +23,102 @@ def hear(
     text: str,
     *behind: float | None,
     last: bool = False,
-    unsure: Sequence[int] = (),
+    logprobs: Mapping[int, float] | None = None,
+    seconds: float = 10.0,
 ) -> str:
     words = split_words(text)
-    sure = [place not in unsure for place in range(len(words))]
-    first, end = policy.hear(words, last, behind, sure)
+    known = logprobs or {}
+    evidence = [Evidence(place, known.get(i, -0.25)) for i, place in enumerate(behind)]
+    first, end = policy.hear(words, last, evidence, seconds)
     return "".join(words[first:end]).strip()
 
 
 def test_words_are_committed_up_to_the_first_that_attends_to_the_end():
-    policy = AlignAtt(10)
-    assert hear(policy, "And so my fell", 0.9, 0.5, 0.2, 0.1) == "And so my"
+    policy = AlignAtt(20)
+    assert hear(policy, "And so my fell", 0.9, 0.5, 0.18, 0.1) == "And so"
     # What lies behind the one that waits waits too, wherever it looks.
-    assert hear(policy, "And so my fellow Americans ask", 2, 2, 2, 0.5, 0.1, 0.6) == "fellow"
-    assert hear(policy, "And so my fellow Americans ask", 3, 3, 3, 1, 0.6, 0.08) == "Americans"
+    assert hear(policy, "And so our fellow Americans ask", 2, 2, 0.18, 1, 0.1, 0.6) == ""
+    assert hear(policy, "And so her fellow Americans ask", 3, 3, 1, 0.9, 0.2, 0.1) == (
+        "her fellow Americans"
+    )
 
 
 def test_at_the_limit_a_word_is_committed_whatever_the_rounding():
     for heard in (0.3, 1.1, 7.7, 28.02):
         behind = heard - (heard - 0.2)
-        assert hear(AlignAtt(10), "so my", behind, 0.1) == "so"
-        assert hear(AlignAtt(11), "so my", behind, 0.1) == ""
+        assert hear(AlignAtt(20), "so my", behind, 0.1) == "so"
+        assert hear(AlignAtt(22), "so my", behind, 0.1) == ""
 
 
 def test_a_last_word_may_be_the_beginning_of_a_longer_one():
-    assert hear(AlignAtt(10), "at present concern", 1.2, 0.9, 0.6) == "at present"
-    assert hear(AlignAtt(10), "at present concern", 1.3, 1.0, 0.7) == "at present concern"
-
-
-def test_a_word_that_two_hypotheses_agree_on_waits_half_as_long():
     policy = AlignAtt(20)
-    assert hear(policy, "And so my fellow", 0.9, 0.5, 0.2, 0.1) == "And so"
-    assert hear(policy, "And so my fellows ask", 1.2, 0.8, 0.3, 0.3, 0.1) == "my"
+    assert hear(policy, "at present concern", 1.2, 0.9, 0.98) == "at present"
+    assert hear(AlignAtt(20), "at present concern", 1.2, 1.0, 1.0) == "at present concern"
+    # One that two hypotheses have is more likely to be whole; a full stop tells nothing of it.
+    assert hear(policy, "at present concern.", 1.22, 0.92, 0.9) == ""
+    assert hear(policy, "at present concern.", 1.22, 0.92, 0.78) == ""
+    assert hear(policy, "at present concern.", 1.3, 1.0, 0.8) == "concern."
+
+
+def test_a_sure_word_that_two_hypotheses_agree_on_is_committed_once_it_has_passed():
+    policy = AlignAtt(20)
+    assert hear(policy, "And so my fellow", 0.9, 0.5, 0.1, 0.1) == "And so"
+    assert hear(policy, "And so my fellows ask", 1.2, 0.8, 0.1, 0.15, 0.1) == "my"
     # What is settled is not compared again, and the rest is what the last hypothesis had.
-    assert hear(policy, "And so my fellows as", 1.4, 1, 0.5, 0.22, 0.1) == "fellows"
-    assert hear(policy, "And so my fellows asked", 1.6, 1.2, 0.7, 0.4, 0.3) == ""
+    assert hear(policy, "And so my fellows as", 1.4, 1, 0.5, 0.0, 0.0) == "fellows"
+    assert hear(policy, "And so my fellows asked", 1.6, 1.2, 0.7, 0.4, 0.98) == ""
 
 
-def test_agreement_alone_settles_nothing_that_is_still_being_said():
+def test_agreement_settles_nothing_that_is_still_to_be_said():
     policy = AlignAtt(20)
-    hear(policy, "metal letters", 0.1, 0.1)
-    assert hear(policy, "metal letters", 0.15, 0.15) == ""
-    assert hear(policy, "metal letters", 0.3, 0.2) == "metal letters"
-
-
-def test_a_last_word_that_two_hypotheses_agree_on_is_no_beginning():
-    policy = AlignAtt(10)
-    assert hear(policy, "at present concern", 1.2, 0.9, 0.6) == "at present"
-    # Nor is one that was followed by a full stop once.
-    assert hear(policy, "at present concern.", 1.25, 0.95, 0.65) == ""
-    assert hear(policy, "at present concern.", 1.25, 0.95, 0.65) == "concern."
+    hear(policy, "metal letters of", -0.3, 0.1, 0.1)
+    assert hear(policy, "metal letters of", -0.2, 0.15, 0.1) == ""
+    assert hear(policy, "metal letters of", 0.0, 0.2, 0.1) == "metal letters"
 
 
 def test_a_word_that_is_not_sure_waits_longer():
-    policy = AlignAtt(10)
-    text = "metal letters made justly"
-    assert hear(policy, text, 2, 1.5, 0.3, 0.3, unsure=[2]) == "metal letters"
-    # Agreed on, it waits for half of three times the frames; what is behind it waits with it.
-    assert hear(policy, text, 2, 1.6, 0.28, 0.25, unsure=[2]) == ""
-    text = "metal letters may justly be"
-    # Heard otherwise, for all of them: it is not held back for ever.
-    assert hear(policy, text, 3, 2.5, 0.58, 0.5, 0.1, unsure=[2]) == ""
+    policy, unsure = AlignAtt(20), {2: -0.26}
     text = "metal letters made justly be"
-    assert hear(policy, text, 3, 2.5, 0.6, 0.5, 0.1, unsure=[2]) == "made justly"
+    assert hear(policy, text, 2, 1.5, 1.38, 1.2, 0.9, logprobs=unsure) == "metal letters"
+    # Heard otherwise, for all of them.
+    text = "metal letters may justly be"
+    assert hear(policy, text, 2, 1.5, 1.38, 1.2, 0.9, logprobs=unsure) == ""
+    text = "metal letters made justly be"
+    assert hear(policy, text, 2, 1.5, 1.4, 1.2, 0.9, logprobs=unsure) == "made justly"
 
 
-def test_agreed_on_a_word_that_is_not_sure_waits_half_as_long_too():
-    policy = AlignAtt(10)
-    hear(policy, "metal letters be", 0.28, 0.2, 0.1, unsure=[0])
-    assert hear(policy, "metal letters be", 0.3, 0.25, 0.15, unsure=[0]) == "metal letters be"
+def test_agreed_on_a_word_that_is_not_sure_waits_less():
+    policy, unsure = AlignAtt(20), {0: -0.4}
+    hear(policy, "metal letters be", 0.3, 0.2, 0.1, logprobs=unsure)
+    assert hear(policy, "metal letters be", 0.48, 0.4, 0.2, logprobs=unsure) == ""
+    assert hear(policy, "metal letters be", 0.5, 0.4, 0.2, logprobs=unsure) == "metal letters"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "waits"),
+    [(-0.1, -0.31, True), (-0.1, -0.29, False), (-0.6, -0.79, False), (-0.6, -0.81, True)],
+)
+def test_an_agreed_word_that_more_audio_makes_less_likely_may_be_another(before, now, waits):
+    for behind, settled in ((0.78, "" if waits else "made just"), (0.8, "made just")):
+        policy = AlignAtt(20)
+        hear(policy, "made just be", 0.1, 0.1, 0.1, logprobs={0: before})
+        assert hear(policy, "made just of", behind, 0.5, 0.2, logprobs={0: now}) == settled
+
+
+def test_without_log_probabilities_a_word_waits_for_all_frames_or_half_of_them():
+    policy, unknown = AlignAtt(20), [Evidence(0.4), Evidence(0.38), Evidence(0.0)]
+    assert policy.hear(split_words("metal letters of"), False, unknown) == (0, 1)
+    assert policy.hear(split_words("metal letters of"), False, [Evidence(0.2)] * 3) == (1, 2)
+
+
+def test_little_audio_settles_less():
+    for behind, seconds, settled in ((0.58, 1.2, ""), (0.6, 1.2, "The"), (0.58, 1.3, "The")):
+        policy = AlignAtt(20)
+        assert hear(policy, "The form", behind, 0.1, seconds=seconds) == settled
 
 
 def test_what_is_not_known_waits_and_the_last_hypothesis_does_not():
-    policy = AlignAtt(0)
+    policy = AlignAtt(20)
     assert hear(policy, "And so my fellow", 1.0, None, None, 0.1) == "And"
     assert hear(policy, "And so") == ""
     # What comes behind it has passed, and so has it.
@@ -219,7 +242,9 @@ def settled(policy: CommitPolicy, hypotheses: list[dict[str, Any]]) -> list[tupl
     for heard in hypotheses:
         span = Span(0.0, 1.0, heard["text"], tuple(Token(*look) for look in heard["looks"]))
         words, _ = timed_words([span], 0.0)
-        behind = [None if word.look is None else heard["seconds"] - word.look for word in words]
-        first, end = policy.hear([word.text for word in words], False, behind)
+        evidence = [
+            Evidence(None if word.look is None else heard["seconds"] - word.look) for word in words
+        ]
+        first, end = policy.hear([word.text for word in words], False, evidence)
         made += [(word.text, heard["seconds"]) for word in words[first:end]]
     return made
