@@ -75,7 +75,8 @@ def test_translations_are_those_of_sessions_and_nothing_is_taken_back(pair, clip
         assert not made.errors and made.code == 1000
         assert right(made.source), made.source
         assert made.text.strip() and made.erasure.words == len(made.text.split())
-        assert session_differences(pair.text.base_url, "none", made, SETTINGS) == []
+        different = session_differences(pair.text.base_url, "none", made, SETTINGS)
+        assert not different, "\n".join([*different, f"of {made.sources}"])
     assert finished.erasure.erased == 0
     assert any(len(sources) > 1 for sources in live.sources.values())
     assert all(len(sources) == 1 for sources in finished.sources.values())
