@@ -117,6 +117,7 @@ class Bench:
             for turn in range(formats)
             for i, clip in enumerate(clips)
         ]
+        self.references = [clip.reference or "" for clip, _ in self.cases]
         self.heard = [self._file(as_sent(clip, wire)) for clip, wire in self.cases]
 
     async def in_turn(
@@ -136,7 +137,7 @@ class Bench:
 
     def word_errors(self, streams: Streams) -> float:
         """Word error rate of streams."""
-        wanted = [self.cases[i][0].reference or "" for i, _ in streams.runs]
+        wanted = [self.references[i] for i, _ in streams.runs]
         return WordErrors(wanted).rate([run.text for _, run in streams.runs])
 
     async def at_once(self, streams: int, policy: Mapping[str, Any], seconds: float) -> Streams:
@@ -353,8 +354,7 @@ async def compared(
     shown = delays("", made["live"].first(clips).delays(heard))["display_p50_s"]
     figures["policy_speedup_padded_p50"] = figures["padded_display_p50_s"] / shown
     figures["words_timed"] = len(made["live"].delays(heard))
-    references = [clip.reference or "" for clip, _ in bench.cases]
-    figures["wer_file"] = WordErrors(references).rate([one.text for one in heard])
+    figures["wer_file"] = WordErrors(bench.references).rate([one.text for one in heard])
     for name, other in (("wer_points", "one_second"), ("wer_file_points", "file")):
         figures[name] = 100 * (figures["wer_live"] - figures[f"wer_{other}"])
     return figures, list(made.values())

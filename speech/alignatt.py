@@ -54,32 +54,42 @@ class AlignAtt(CommitPolicy):
         if frames < 0:
             raise ValueError(f"AlignAtt holds back 0 frames or more, got {frames}")
         self._frames = frames
-        # The last hypothesis' words behind the committed ones, and their log probabilities.
+        # The last hypothesis' words behind the committed ones, and what was known of them.
         self._tail: list[str] = []
-        self._logprobs: list[float | None] = []
+        self._known: Sequence[Evidence] = ()
 
     def _settled(self, tail: list[str], evidence: Sequence[Evidence], seconds: float) -> int:
         agreed = agreed_prefix(self._tail, tail)
-        logprobs = [word.logprob for word in evidence]
         settled, nearest = 0, math.inf
         for place, word in enumerate(evidence):
             if word.behind is None:
                 continue  # it is settled with the next word that is known
-            if place < agreed:
-                part = _agreed_part(word.logprob, self._logprobs[place])
-            else:
-                part = _NEW[_sure(word.logprob)]
-            if place == len(tail) - 1:
-                part = max(part, _LAST[place < agreed])
-            if seconds < _EARLY_S:
-                part = max(part, _EARLY)
+            before = self._known[place] if place < agreed else None
+            part = _part(word, before, place == len(tail) - 1, seconds)
             # Nor is it a rewind before the others' places.
             heard = round(word.behind / FRAME_S)
             if heard < int(part * self._frames) or word.behind > nearest + REWIND_S:
                 break
             settled, nearest = place + 1, min(nearest, word.behind)
-        self._tail, self._logprobs = tail[settled:], logprobs[settled:]
+        self._tail, self._known = tail[settled:], evidence[settled:]
         return settled
+
+
+def _part(word: Evidence, before: Evidence | None, last: bool, seconds: float) -> float:
+    """The part of the frames that lies behind a word.
+
+    Args:
+        before: what the last hypothesis knew of it; None: it did not have it.
+        last: whether the hypothesis ends with it.
+        seconds: of audio in the stretch.
+    """
+    if before is None:
+        part = _NEW[_sure(word.logprob)]
+    else:
+        part = _agreed_part(word.logprob, before.logprob)
+    if last:
+        part = max(part, _LAST[before is not None])
+    return max(part, _EARLY) if seconds < _EARLY_S else part
 
 
 def _agreed_part(now: float | None, before: float | None) -> float:

@@ -255,13 +255,13 @@ class StreamingRecognizer:
             return None  # its audio was dropped meanwhile
         words, ends = timed_words(spans, window.start)
         words = without_invented(words, self._spoken(window))
-        heard = window.start + len(window.samples) / SAMPLE_RATE
+        seconds = len(window.samples) / SAMPLE_RATE
+        heard = window.start + seconds
         evidence = [
             Evidence(None if word.look is None else heard - word.look, word.logprob)
             for word in words
         ]
         texts = [word.text for word in words]
-        seconds = heard - window.start
         first, last = self._policy.hear(texts, window.final, evidence, seconds)
         frames = len(window.samples) // FRAME_SAMPLES
         self._heard = start + frames
