@@ -23,7 +23,6 @@ _AHEAD = np.uintp(8)
 
 # Rows that one pass over weights multiplies, at most: as many as registers hold two sums of.
 _MOST_AT_ONCE, _MOST_AT_ONCE_WIDE = 4, 12
-_FEWER_AT_ONCE = (8, 4, 2, 1)
 
 
 def row_functions() -> tuple[Callable[..., Any], ...]:
@@ -44,8 +43,7 @@ def row_functions() -> tuple[Callable[..., Any], ...]:
     """
     features = group_dots.features_of(cpu_target.target_context)
     most = _MOST_AT_ONCE_WIDE if "avx512f" in features else _MOST_AT_ONCE
-    sizes = (most, *(size for size in _FEWER_AT_ONCE if size < most))
-    multiply_tile = _by_size(sizes)
+    multiply_tile = _by_size(most)
 
     @numba.njit(nogil=True)
     def empty_rows(count, groups):
@@ -54,25 +52,10 @@ def row_functions() -> tuple[Callable[..., Any], ...]:
         return levels, scales, np.empty((count, groups), np.int32)
 
     @numba.njit(nogil=True)
-    def tile_from(start, count):
-        """How many rows the tile has that begins at row `start` of `count`."""
-        left = count - start
-        if left >= most:
-            return most
-        size = _FEWER_AT_ONCE[0]
-        while size > left:
-            size //= 2
-        return size
-
-    @numba.njit(nogil=True)
     def tile_of(row, count):
         """Where a row's tile begins, and how many rows it has."""
-        start = min(row // most, count // most) * most
-        size = tile_from(start, count)
-        while start + size <= row:
-            start += size
-            size = tile_from(start, count)
-        return start, size
+        start = row // most * most
+        return start, min(most, count - start)
 
     @numba.njit(nogil=True)
     def quantize_row(x, row, first, last, bits, factor, rows):
@@ -107,26 +90,17 @@ def row_functions() -> tuple[Callable[..., Any], ...]:
         return following, half, own + groups * scale_size
 
     @numba.njit(nogil=True)
-    def turns_of(count):
-        turns, start = 0, 0
-        while start < count:
-            start += tile_from(start, count)
-            turns += 1
-        return turns
-
-    @numba.njit(nogil=True)
     def multiply(bits, rows, weights, out, first, last):
         # Numbers instead of arrays: handing on an array takes as long as a row's product.
         count, groups = rows[1].shape[0], np.uintp(rows[1].shape[1])
         size, scale_size = np.uintp(weights[0].strides[1]), np.uintp(weights[1].strides[1])
         stride = np.uintp(out.strides[0])
-        turns = turns_of(count)
+        turns = -(-count // most)
         for block in range(first, last):
             here, own = address_of(weights[0], block), address_of(weights[1], block)
             to = address_of(out, 0) + np.uintp(4 * LANES * block)
-            start = 0
             for turn in range(turns):
-                tile = tile_from(start, count)
+                start, tile = tile_of(turn * most, count)
                 behind = np.uintp(start) * groups
                 multiply_tile(
                     tile, bits, address_of(rows[0], 0) + GROUP * behind,
@@ -135,14 +109,13 @@ def row_functions() -> tuple[Callable[..., Any], ...]:
                     ahead_of(turn, turns, here, own, groups, size, scale_size),
                     to + np.uintp(start) * stride, stride,
                 )  # fmt: skip
-                start += tile
 
     return empty_rows, quantize_row, quantize_rows, multiply
 
 
-def _by_size(sizes: tuple[int, ...]) -> Callable[..., Any]:
-    """What multiplies a tile of any of these sizes; the last one is taken for all others."""
-    multiply_4, multiply_8 = multiplier(4, sizes[0]), multiplier(8, sizes[0])
+def _by_size(most: int) -> Callable[..., Any]:
+    """What multiplies a tile of up to `most` rows."""
+    multiply_4, multiply_8 = multiplier(4, most), multiplier(8, most)
 
     @numba.njit(nogil=True)
     def multiply(
@@ -153,20 +126,20 @@ def _by_size(sizes: tuple[int, ...]) -> Callable[..., Any]:
         else:
             multiply_4(levels, scales, corrections, weights, own, groups, ahead, to, stride)
 
-    if len(sizes) == 1:
+    if most == 1:
         return multiply
-    here, others = sizes[0], _by_size(sizes[1:])
+    fewer = _by_size(most - 1)
 
     @numba.njit(nogil=True)
     def multiply_tile(
         size, bits, levels, scales, corrections, weights, own, groups, ahead, to, stride
     ):  # fmt: skip
-        if size == here:
+        if size == most:
             multiply(
                 size, bits, levels, scales, corrections, weights, own, groups, ahead, to, stride
             )  # fmt: skip
         else:
-            others(
+            fewer(
                 size, bits, levels, scales, corrections, weights, own, groups, ahead, to, stride
             )  # fmt: skip
 
