@@ -20,54 +20,28 @@ import numpy as np
 from numba.core.registry import cpu_target
 
 from sglang_ext.cpu.lane_vectors import features_of
-from sglang_ext.cpu.vectors import add_rows, dot, dots, largest, prefetch, total
-
-_LOG2E = np.float32(math.log2(math.e))
-# Adding and subtracting 1.5 * 2^23 rounds a float32 to the nearest integer.
-_ROUND = np.float32(12582912.0)
-_LOWEST = np.float32(-126.0)
-# 2^f on [-0.5, 0.5]: Chebyshev interpolation in float64, degree 6, relative error below 1e-7.
-_NODES = np.cos(np.pi * (np.arange(7) + 0.5) / 7) / 2
-_C6, _C5, _C4, _C3, _C2, _C1, _C0 = (np.float32(c) for c in np.polyfit(_NODES, np.exp2(_NODES), 6))
-
+from sglang_ext.cpu.vectors import (
+    ROWS_AHEAD,
+    add_slots,
+    dot,
+    dots,
+    exponentials,
+    largest,
+    prefetch,
+    total,
+)
 
 # A token and a head are a lane; lanes that see the same slots are computed together.
 LANES = 16
 # Lanes whose products with four rows registers hold.
 _AT_ONCE = 4 if "avx512f" in features_of(cpu_target.target_context) else 1
-# Rows of K or V that are asked for before they are read: they lie apart.
-_AHEAD = 12
 
 
-@numba.njit(fastmath={"contract", "nsz"}, nogil=True)
-def _exponentials(x, bits):
-    """Turn every x <= 0 into exp(x) in place; bits is scratch of its size."""
-    for i in range(x.size):
-        y = max(x[i] * _LOG2E, _LOWEST)
-        whole = (y + _ROUND) - _ROUND
-        f = y - whole
-        p = _C6
-        p = p * f + _C5
-        p = p * f + _C4
-        p = p * f + _C3
-        p = p * f + _C2
-        p = p * f + _C1
-        p = p * f + _C0
-        x[i] = p
-        bits[i] = (np.int32(whole) + np.int32(127)) << np.int32(23)
-    powers = bits.view(np.float32)
-    for i in range(x.size):
-        x[i] *= powers[i]
-
-
-@numba.njit(fastmath={"contract", "nsz"}, nogil=True)
-def _softmax(scores, bits):
-    """Turn the scores [n] of one lane into exp(scores - max) in place and return their sum."""
-    top = largest(scores.ctypes.data, scores.size)
-    for i in range(scores.size):
-        scores[i] -= top
-    _exponentials(scores, bits)
-    return total(scores.ctypes.data, scores.size)
+@numba.njit(nogil=True)
+def _softmax(scores, count):
+    """Turn `count` scores at an address into exp(scores - max) in place and return their sum."""
+    exponentials(scores, count, largest(scores, count))
+    return total(scores, count)
 
 
 @numba.njit(nogil=True)
@@ -79,8 +53,8 @@ def _row(array, i, j):
 @numba.njit(nogil=True)
 def _four_rows(array, slots, i, n, j):
     """Addresses of array[slots[i:][:4], j]; of slots[:n], four further ones are prefetched."""
-    if i + _AHEAD + 4 <= n:
-        for ahead in range(i + _AHEAD, i + _AHEAD + 4):
+    if i + ROWS_AHEAD + 4 <= n:
+        for ahead in range(i + ROWS_AHEAD, i + ROWS_AHEAD + 4):
             prefetch(array, _row(array, slots[ahead], j), array.shape[2])
     return (
         _row(array, slots[i], j),
@@ -106,7 +80,7 @@ else:
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True)
 def _attend_lanes(
     q, k, v, out, first, lanes, head, heads, kv_head, slots, n, further, further_counts,
-    scale, soft_cap, scores, bits, queries, outs, totals, spare,
+    scale, soft_cap, scores, queries, outs, totals, spare,
 ):  # fmt: skip
     """Up to 16 lanes that see the same slots[:n] before their further ones.
 
@@ -135,21 +109,19 @@ def _attend_lanes(
         if soft_cap > 0:
             for i in range(seen):
                 own[i] = soft_cap * math.tanh(own[i] / soft_cap)
-        totals[lane] = np.float32(1) if seen == 0 else _softmax(own[:seen], bits[:seen])
+        totals[lane] = np.float32(1) if seen == 0 else _softmax(_row(scores, lane, 0), seen)
         for d in range(out.shape[2]):
             out[first + lane // heads, head + lane % heads, d] = np.float32(0)
     size = out.shape[2]
-    for i in range(0, whole, 4):
-        rows = _four_rows(v, slots, i, n, kv_head)
-        for lane in range(0, lanes, _AT_ONCE):
-            add_rows(v, _together(outs, lane), size, _row(scores, lane, i), stride, rows)
+    start, step = _row(v, 0, kv_head), np.uintp(v.strides[0])
+    seen_by_all = np.uintp(slots.ctypes.data)
+    for lane in range(0, lanes, _AT_ONCE):
+        weights = _row(scores, lane, 0)
+        add_slots(v, _together(outs, lane), size, weights, stride, start, step, seen_by_all, n)
     for lane in range(lanes):
-        more, count, to = further[lane // heads], further_counts[lane // heads], (outs[lane],)
-        for i in range(whole, n):
-            add_rows(v, to, size, _row(scores, lane, i), stride, (_row(v, slots[i], kv_head),))
-        for i in range(count):
-            row = _row(v, more[i], kv_head)
-            add_rows(v, to, size, _row(scores, lane, n + i), stride, (row,))
+        own, more = lane // heads, (outs[lane],)
+        weights, behind = _row(scores, lane, n), _row(further, own, 0)
+        add_slots(v, more, size, weights, stride, start, step, behind, further_counts[own])
         for d in range(size):
             out[first + lane // heads, head + lane % heads, d] /= totals[lane]
 
@@ -206,8 +178,7 @@ def _attend(
         slots = np.empty(longest, np.int64)
         further = np.empty((LANES, most), np.int64)
         further_counts = np.empty(LANES, np.int64)
-        scores = np.empty((LANES, longest + 4), np.float32)
-        bits = np.empty(longest, np.int32)
+        scores = np.empty((LANES, longest + LANES), np.float32)
         queries, outs = np.empty(LANES, np.uintp), np.empty(LANES, np.uintp)
         totals, spare = np.empty(LANES, np.float32), np.empty(out.shape[2], np.float32)
         for task in range(thread, count, threads):
@@ -227,7 +198,7 @@ def _attend(
             _attend_lanes(
                 q, k, v, out, first, (last - first) * together, head, together, head // group,
                 slots, n, further, further_counts, scale, soft_cap,
-                scores, bits, queries, outs, totals, spare,
+                scores, queries, outs, totals, spare,
             )  # fmt: skip
 
 

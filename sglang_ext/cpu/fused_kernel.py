@@ -9,8 +9,6 @@ the number of threads (as in group_kernel.py): decode, extend and verify give th
 One function calls the others, and it alone is kept in numba's cache (as in attention_kernel.py).
 """
 
-import math
-
 import numba
 import numpy as np
 from numba import types
@@ -21,18 +19,10 @@ from sglang_ext.cpu.attention_kernel import _attend
 from sglang_ext.cpu.group_dots import GROUP
 from sglang_ext.cpu.group_rows import row_functions
 from sglang_ext.cpu.lane_vectors import LANES
-from sglang_ext.cpu.vectors import dot, store_row
+from sglang_ext.cpu.vectors import dot, exponentials, store_row
 
 # Rows from which waking threads pays for what is done row by row.
 _MANY_ROWS = 32
-
-_LOG2E = np.float32(math.log2(math.e))
-# Adding and subtracting 1.5 * 2^23 rounds a float32 to the nearest integer.
-_ROUND = np.float32(12582912.0)
-_LOWEST = np.float32(-126.0)
-# 2^f on [-0.5, 0.5], as in attention_kernel.py.
-_NODES = np.cos(np.pi * (np.arange(7) + 0.5) / 7) / 2
-_C6, _C5, _C4, _C3, _C2, _C1, _C0 = (np.float32(c) for c in np.polyfit(_NODES, np.exp2(_NODES), 6))
 
 
 _empty_rows, _quantize_row, _quantize_rows, _multiply = row_functions()
@@ -57,35 +47,23 @@ def _norm_rows(x, weight, epsilon, bits, factor, made, first, last):
 
 
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True)
-def _gated(gate, up, out, powers):
-    """out = silu(gate) * up, of one row; powers is scratch, int32 of its size."""
+def _gated(gate, up, out):
+    """out = silu(gate) * up, of one row, whose size 16 divides."""
     for i in range(gate.size):
-        y = max(-abs(gate[i]) * _LOG2E, _LOWEST)
-        whole = (y + _ROUND) - _ROUND
-        f = y - whole
-        p = _C6
-        p = p * f + _C5
-        p = p * f + _C4
-        p = p * f + _C3
-        p = p * f + _C2
-        p = p * f + _C1
-        p = p * f + _C0
-        out[i] = p
-        powers[i] = (np.int32(whole) + np.int32(127)) << np.int32(23)
-    scales = powers.view(np.float32)
+        out[i] = -abs(gate[i])
+    exponentials(out.ctypes.data, out.size, np.float32(0))
     for i in range(gate.size):
-        small = out[i] * scales[i]  # exp(-|gate|)
-        share = np.float32(1) if gate[i] >= 0 else small
-        out[i] = gate[i] * up[i] * (share / (np.float32(1) + small))
+        share = np.float32(1) if gate[i] >= 0 else out[i]
+        out[i] = gate[i] * up[i] * (share / (np.float32(1) + out[i]))
 
 
 @numba.njit(nogil=True)
 def _gate_groups(both, size, bits, factor, made, first, last):
     """silu(gate) * up of rows both [T, gate and up], as the groups first:last of made."""
     start, end = first * GROUP, last * GROUP
-    own, powers = np.empty(end - start, np.float32), np.empty(end - start, np.int32)
+    own = np.empty(end - start, np.float32)
     for row in range(both.shape[0]):
-        _gated(both[row, start:end], both[row, size + start : size + end], own, powers)
+        _gated(both[row, start:end], both[row, size + start : size + end], own)
         _quantize_row(own, row, first, last, bits, factor, made)
 
 

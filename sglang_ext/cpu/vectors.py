@@ -10,6 +10,9 @@ rows may be of another dtype, `like` is any array of it: float32, or uint16 with
 bfloat16, which are widened as they are read.
 """
 
+import math
+
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -23,6 +26,16 @@ _INDEX = ir.IntType(64)
 _INT = ir.IntType(32)
 _SHORT = ir.IntType(16)
 _LINE = 64
+ROWS_AHEAD = 12
+"""Rows that are asked for so many before they are read: they lie apart."""
+
+_LOG2E = float(np.float32(math.log2(math.e)))
+# Adding and subtracting 1.5 * 2^23 rounds a float32 to the nearest integer.
+_ROUND = 12582912.0
+_LOWEST = -126.0
+# 2^f on [-0.5, 0.5]: Chebyshev interpolation in float64, degree 6, relative error below 1e-7.
+_NODES = np.cos(np.pi * (np.arange(7) + 0.5) / 7) / 2
+_EXP2 = [float(np.float32(c)) for c in np.polyfit(_NODES, np.exp2(_NODES), 6)]
 
 
 @intrinsic
@@ -95,49 +108,102 @@ def dots(typing_context, like, rows, columns, length, to, stride, scale):
 
 
 @intrinsic
-def add_rows(typing_context, like, to, length, weights, stride, rows):
+def add_slots(typing_context, like, to, length, weights, stride, start, step, slots, count):
     """to[d] += weights[0] * rows[0][d], then weights[1] * rows[1][d], ...: for each `to`.
+
+    Sums stay in registers from the first row to the last.
 
     Args:
         like: of the rows' dtype.
-        to, rows: tuples of addresses.
+        to: a tuple of addresses, as many as registers hold two vectors of.
+        length: of a row.
         weights: address of the first one's weights, one for each row; the next one's are `stride`
             bytes further.
+        start, step: row i lies at start + slots[i] * step, in bytes.
+        slots: address of int64[count].
     """
     half = _is_half(like)
 
     def generate(context, builder, signature, args):
-        _, to, length, weights, stride, rows = args
-        to, rows = _taken_apart(builder, to), _taken_apart(builder, rows)
-        factors = [
-            [
-                _load(
-                    builder,
-                    _FLOAT,
-                    builder.add(weights, builder.mul(stride, _INDEX(i))),
-                    _INDEX(row),
-                )
-                for row in range(len(rows))
+        _, to, length, weights, stride, start, step, slots, count = args
+        to = _taken_apart(builder, to)
+        own = [builder.add(weights, builder.mul(stride, _INDEX(i))) for i in range(len(to))]
+        last = builder.sub(count, _INDEX(1))
+
+        def row_at(i):
+            slot = builder.load(_at(builder, _INDEX, slots, i, 8), align=8)
+            return builder.add(start, builder.mul(slot, step))
+
+        def add(kind, places):
+            """Add to the numbers, or vectors, that begin at these places."""
+            sums = [
+                [_variable(builder, _load(builder, kind, address, d)) for d in places]
+                for address in to
             ]
-            for i in range(len(to))
-        ]
-
-        def add(kind, d):
-            loaded = [_load(builder, kind, row, d, half) for row in rows]
-            for place, own in zip(to, factors, strict=True):
-                total = _load(builder, kind, place, d)
-                for weight, row in zip(own, loaded, strict=True):
+            with _loop(builder, _INDEX(0), count, 1) as i:
+                further = builder.add(i, _INDEX(ROWS_AHEAD))
+                inside = builder.icmp_signed("<", further, count)
+                ahead = row_at(builder.select(inside, further, last))
+                row = row_at(i)
+                for d in places:
+                    _ask_for(builder, ahead, d, 2 if half else 4)
+                loaded = [_load(builder, kind, row, d, half) for d in places]
+                for sums_of, address in zip(sums, own, strict=True):
+                    weight = _load(builder, _FLOAT, address, i)
                     factor = _splat(builder, weight) if kind is _VECTOR else weight
-                    total = _multiply_add(builder, factor, row, total)
-                builder.store(total, _at(builder, kind, place, d), align=4)
+                    for total, value in zip(sums_of, loaded, strict=True):
+                        more = _multiply_add(builder, factor, value, builder.load(total))
+                        builder.store(more, total)
+            for sums_of, address in zip(sums, to, strict=True):
+                for total, d in zip(sums_of, places, strict=True):
+                    builder.store(builder.load(total), _at(builder, kind, address, d), align=4)
 
-        with _for_whole(builder, length) as start:
-            add(_VECTOR, start)
+        pairs = builder.and_(length, _INDEX(-2 * LANES))
+        with _loop(builder, _INDEX(0), pairs, 2 * LANES) as d:
+            add(_VECTOR, (d, builder.add(d, _INDEX(LANES))))
+        with _loop(builder, pairs, builder.and_(length, _INDEX(-LANES)), LANES) as d:
+            add(_VECTOR, (d,))
         with _for_rest(builder, length) as d:
-            add(_FLOAT, d)
+            add(_FLOAT, (d,))
         return context.get_dummy_value()
 
-    return types.void(like, to, types.intp, types.uintp, types.uintp, rows), generate
+    kinds = (
+        like, to, types.intp, types.uintp, types.uintp, types.uintp, types.uintp, types.uintp,
+        types.intp,
+    )  # fmt: skip
+    return types.void(*kinds), generate
+
+
+@intrinsic
+def exponentials(typing_context, address, length, top):
+    """x = exp(x - top), for `length` floats x <= top in place; up to 15 behind are overwritten.
+
+    Whole vectors alone: what is left of a length one by one takes longer than all that is before.
+    """
+
+    def generate(context, builder, signature, args):
+        address, length, top = args
+        top = _splat(builder, top)
+
+        def all_of(number):
+            return ir.Constant(_VECTOR, [number] * LANES)
+
+        with _loop(builder, _INDEX(0), length, LANES) as d:
+            x = builder.fsub(_load(builder, _VECTOR, address, d), top)
+            y = builder.fmul(x, all_of(_LOG2E))
+            y = builder.select(builder.fcmp_ordered(">", y, all_of(_LOWEST)), y, all_of(_LOWEST))
+            whole = builder.fsub(builder.fadd(y, all_of(_ROUND)), all_of(_ROUND))
+            rest = builder.fsub(y, whole)
+            power = all_of(_EXP2[0])
+            for coefficient in _EXP2[1:]:
+                power = _multiply_add(builder, power, rest, all_of(coefficient))
+            exponent = builder.add(builder.fptosi(whole, _as(_INT, _VECTOR)), _all(_VECTOR, 127))
+            scale = builder.bitcast(builder.shl(exponent, _all(_VECTOR, 23)), _VECTOR)
+            place = _at(builder, _VECTOR, address, d)
+            builder.store(builder.fmul(power, scale), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.uintp, types.intp, types.float32), generate
 
 
 @intrinsic
@@ -198,16 +264,21 @@ def prefetch(typing_context, like, address, length):
 
     def generate(context, builder, signature, args):
         _, address, length = args
-        pointer = ir.PointerType(ir.IntType(8))
-        kind = ir.FunctionType(ir.VoidType(), [pointer] + [ir.IntType(32)] * 3)
-        call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         step = _INDEX(_LINE // size)
         with cgutils.for_range_slice(builder, _INDEX(0), length, step) as (d, _):
-            line = builder.bitcast(_at(builder, _FLOAT, address, d, size), pointer)
-            builder.call(call, [line, *(ir.IntType(32)(n) for n in (0, 3, 1))])
+            _ask_for(builder, address, d, size)
         return context.get_dummy_value()
 
     return types.void(like, types.uintp, types.intp), generate
+
+
+def _ask_for(builder, address, d, size):
+    """Ask for the cache line of the number there, of so many bytes."""
+    pointer = ir.PointerType(ir.IntType(8))
+    kind = ir.FunctionType(ir.VoidType(), [pointer] + [ir.IntType(32)] * 3)
+    call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    line = builder.bitcast(_at(builder, _FLOAT, address, d, size), pointer)
+    builder.call(call, [line, *(ir.IntType(32)(n) for n in (0, 3, 1))])
 
 
 def _for_whole(builder, length):
@@ -229,6 +300,13 @@ class _loop:
 
     def __exit__(self, *error):
         return self._inner.__exit__(*error)
+
+
+def _variable(builder, value):
+    """A variable of this value; also within a loop, where each turn sets it anew."""
+    place = cgutils.alloca_once(builder, value.type)
+    builder.store(value, place)
+    return place
 
 
 def _zeros(kind):

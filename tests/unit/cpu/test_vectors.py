@@ -5,7 +5,16 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.cpu.vectors import add_rows, dot, dots, largest, prefetch, store_row, total
+from sglang_ext.cpu.vectors import (
+    add_slots,
+    dot,
+    dots,
+    exponentials,
+    largest,
+    prefetch,
+    store_row,
+    total,
+)
 
 LENGTHS = [1, 7, 16, 20, 64, 80, 128]
 
@@ -30,15 +39,24 @@ def products(rows, columns, scale, to):
 
 @numba.njit
 def add_two(to, weights, rows):
-    """Two rows to each of two places."""
-    add_rows(
+    """Two rows to each of two places, the second row of the array first."""
+    slots = np.array([1, 0])
+    add_slots(
         rows,
         (to[0].ctypes.data, to[1].ctypes.data),
         to.shape[1],
         np.uintp(weights.ctypes.data),
         np.uintp(weights.strides[0]),
-        (rows[0].ctypes.data, rows[1].ctypes.data),
+        np.uintp(rows.ctypes.data),
+        np.uintp(rows.strides[0]),
+        np.uintp(slots.ctypes.data),
+        slots.size,
     )
+
+
+@numba.njit
+def raise_e(x, count):
+    exponentials(x.ctypes.data, count, largest(x.ctypes.data, count))
 
 
 @numba.njit
@@ -84,6 +102,23 @@ def test_floats_are_reduced(random, length):
     assert added == product(x, np.ones(length, np.float32))
 
 
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_number_s_exponential_depends_on_no_other(random, length):
+    x = np.zeros(length + 16, np.float32)
+    x[:length] = 8 * random.standard_normal(length, np.float32)
+    x[0], x[length - 1] = 40.0, -300.0  # the largest, and what is nothing beside it
+    together, top = x.copy(), x[:length].max()
+    raise_e(together, length)
+    below = np.maximum(x[:length].astype(np.float64) - top, -87)
+    bound = (2e-7 - 1e-7 * below) * np.exp(below) + 1e-37
+    assert (np.abs(together[:length] - np.exp(below)) <= bound).all()
+    for i in range(length):
+        alone = np.zeros(32, np.float32)
+        alone[:2] = top, x[i]
+        raise_e(alone, 2)
+        assert alone[1] == together[i]
+
+
 def test_products_are_added_lane_by_lane_then_in_halves(random):
     # Powers of two that only this order adds without loss.
     a = np.ones(32, np.float32)
@@ -100,8 +135,8 @@ def test_rows_are_added_in_their_order(random, length):
     rows = random.standard_normal((2, length), np.float32)
     # Exact products: the weights are powers of two.
     weights = np.array([[0.5, -2.0], [4.0, 0.25]], np.float32)
-    expected = to + weights[:, :1] * rows[0]
-    expected = expected + weights[:, 1:] * rows[1]
+    expected = to + weights[:, :1] * rows[1]
+    expected = expected + weights[:, 1:] * rows[0]
     add_two(to, weights, rows)
     assert (to == expected).all()
 
