@@ -10,12 +10,13 @@ whose drafts are poor gets few of them or none.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.budget.cost_model import CostModel
+from sglang_ext.budget.cost_model import CostModel, levels
 
 # A speculative step must promise this much more than a plain one: pays for being wrong about
 # either side.
@@ -178,33 +179,77 @@ def choose_nodes(
         most_tokens: of a pass that verifies; 0: as many as pay.
     """
     bs = len(probs)
-    none = Choice(np.zeros(bs, dtype=np.int64))
-    drafted = sum(map(len, probs))
-    grid = token_grid(bs, min(bs + drafted, most_tokens or bs + drafted))
-    if not grid:
-        return none
-    probs = [p**CAUTION for p in probs]
-    # A node is verified only with those before it in its tree, so it ranks no higher.
-    rank = np.concatenate([np.minimum.accumulate(p) for p in probs])
-    order = np.argsort(-rank, kind="stable")
-    owners = np.repeat(np.arange(bs), [len(p) for p in probs])[order]
-    tokens = np.array(grid)
-    last = tokens - bs - 1
-    gains = 1.0 + np.cumsum(np.concatenate(probs)[order])[last] / bs
+    sizes = np.array([len(p) for p in probs], dtype=np.int64)
+    drafted = int(sizes.sum())
+    grid = _grid(bs, min(bs + drafted, most_tokens or bs + drafted))
+    if not len(grid):
+        return Choice(np.zeros(bs, dtype=np.int64))
     held = np.array(contexts or [0] * bs, dtype=np.float64)
-    read = held.sum() + cost.node_reads * np.cumsum(held[owners])[last]
-    seconds = cost.verify_costs(tokens, read)
-    plain_s = cost.cost(bs, read=held.sum())
-    best = int(np.argmax(gains / (seconds + drafting_s)))
-    gain, verify_s = float(gains[best]), float(seconds[best])
-    nodes = np.bincount(owners[: last[best] + 1], minlength=bs)
+    nodes, saved = _best_nodes(
+        np.concatenate(probs), sizes, grid, held, *cost.parts, cost.node_reads,
+        drafting_s / cost.in_seconds, min_gain, padded,
+    )  # fmt: skip
+    return Choice(nodes, saved * cost.in_seconds, 1 + int(nodes.max()))
+
+
+@lru_cache(maxsize=4096)
+def _grid(low: int, high: int) -> npt.NDArray[np.int64]:
+    """`token_grid` as int64[n]."""
+    return np.array(token_grid(low, high), dtype=np.int64)
+
+
+@numba.njit(cache=True, nogil=True)
+def _best_nodes(
+    probs, sizes, grid, held, prior_tokens, prior_cost, factors, numbers, node_reads, drafting,
+    min_gain, padded,
+):  # fmt: skip
+    """int64[bs], nodes of each request for the most tokens a second, and what they should save.
+
+    Args:
+        probs: of all requests' nodes, end to end; sizes: int64[bs], nodes of each.
+        grid: int64[n], token counts that a step may have.
+        held: float64[bs], KV entries of each.
+        prior_tokens, prior_cost, factors, numbers: CostModel.parts, in whose unit drafting and what
+            is saved are.
+    """
+    bs, first = len(sizes), 0
+    owners = np.empty(len(probs), np.int64)
+    certain, rank = np.empty(len(probs), np.float64), np.empty(len(probs), np.float64)
+    for b in range(bs):
+        least = np.inf
+        for i in range(first, first + sizes[b]):
+            owners[i], certain[i] = b, probs[i] ** CAUTION
+            # A node is verified only with those before it in its tree, so it ranks no higher.
+            least = min(least, certain[i])
+            rank[i] = -least
+        first += sizes[b]
+    order = np.argsort(rank, kind="mergesort")  # stable: parents stay before their children
+    total = held.sum()
+    gains, read = np.empty(len(grid), np.float64), np.empty(len(grid), np.float64)
+    taken, sure, more = 0, 0.0, 0.0
+    for k in range(len(grid)):
+        while taken < grid[k] - bs:
+            sure += certain[order[taken]]
+            more += held[owners[order[taken]]]
+            taken += 1
+        gains[k], read[k] = 1.0 + sure / bs, total + node_reads * more
+    costs = levels(prior_tokens, prior_cost, factors, numbers, grid, True, read)
+    plain = levels(
+        prior_tokens, prior_cost, factors, numbers, np.full(1, bs), False, np.full(1, total)
+    )[0]
+    best = np.argmax(gains / (costs + drafting))
+    nodes, cost = np.zeros(bs, np.int64), costs[best]
+    for node in order[: grid[best] - bs]:
+        nodes[owners[node]] += 1
     if padded:
-        most = int(nodes.max())
-        read = held.sum() * (1.0 + cost.node_reads * most)
-        verify_s = cost.cost(bs * (1 + most), verify=True, read=read)
-    if gain / (verify_s + drafting_s) <= min_gain / plain_s:
-        return none
-    return Choice(nodes, max(0.0, gain * plain_s - verify_s), 1 + int(nodes.max()))
+        most = nodes.max()
+        whole = np.full(1, total * (1.0 + node_reads * most))
+        cost = levels(
+            prior_tokens, prior_cost, factors, numbers, np.full(1, bs * (1 + most)), True, whole
+        )[0]
+    if gains[best] / (cost + drafting) <= min_gain / plain:
+        return np.zeros(bs, np.int64), 0.0
+    return nodes, max(0.0, gains[best] * plain - cost)
 
 
 def choose_width(

@@ -10,6 +10,7 @@ what is not run for long, and what was never run, costs what the rest makes like
 
 from collections.abc import Mapping
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -48,6 +49,10 @@ class CostModel:
             the weights tell how fast memory is; 0: reading is not told apart from the rest.
         node_reads: a verified node's part of a plain read of its request's KV, beside its root's.
         delayed: a step that takes so many times what is expected, alone of its kind, is left out.
+
+    Attributes:
+        parts: what `levels` takes: the prior's token counts and costs, the factors, and the prior
+            cost of one token and the cost of reading a KV entry by that.
     """
 
     def __init__(
@@ -59,18 +64,19 @@ class CostModel:
     ):
         self.node_reads = node_reads
         self._most = delayed
-        self._prior_tokens = np.array(sorted(prior), dtype=np.float64)
+        prior_tokens = np.array(sorted(prior), dtype=np.float64)
         costs = np.array([prior[t] for t in sorted(prior)], dtype=np.float64)
         # More tokens never cost less: a count that looks dearer than a larger one was disturbed.
-        self._prior_cost = np.minimum.accumulate(costs[::-1])[::-1]
-        self._unit = float(self._prior(1))
-        self._read = read_s / self._unit
+        prior_cost = np.minimum.accumulate(costs[::-1])[::-1].copy()
+        self._unit = float(_prior(prior_tokens, prior_cost, 1.0))
         self._steps = 0
         self._fixed = 0.0  # of a step, besides its linear layers
         self._scale = 1.0
         self._delayed = {False: False, True: False}  # whether the last step of this kind was
-        self._moments = np.zeros((6, 6)), np.zeros(6)
-        self._factors = self._assumed()
+        self._products, self._sums = np.zeros((6, 6)), np.zeros(6)
+        factors = np.zeros(6)
+        self.parts = prior_tokens, prior_cost, factors, np.array([self._unit, read_s / self._unit])
+        _fit(self._products, self._sums, self._assumed(), factors)
 
     def observe(
         self,
@@ -88,28 +94,24 @@ class CostModel:
         """
         if held_up:
             return
+        prior_tokens, prior_cost, factors, _ = self.parts
         if self._steps < _FIRST_STEPS:
-            besides = max(0.0, seconds - float(self._prior(tokens))) / self._unit
+            besides = seconds - float(_prior(prior_tokens, prior_cost, float(tokens)))
+            besides = max(0.0, besides) / self._unit
             self._fixed = min(self._fixed, besides) if self._steps else besides
-            self._factors = self._fitted()
-        features = self._features(tokens, verify, read)
-        level = float(features @ self._factors)
+            _fit(self._products, self._sums, self._assumed(), factors)
+        level = self._level(tokens, verify, read)
         if not self._steps:
             self._scale = seconds / (level * self._unit)
         self._steps += 1
-        ratio = min(max(seconds / (level * self._in_seconds), 0.5), self._most)
+        ratio = min(max(seconds / (level * self.in_seconds), 0.5), self._most)
         # What only delayed one step says nothing; what makes a kind of step dear comes again.
         delayed, again = ratio == self._most, self._delayed[verify]
         self._delayed[verify] = delayed
         if delayed and not again:
             return
-        products, sums = self._moments
-        fade, relative = 1.0 - 1.0 / _MEMORY, features / level
-        self._moments = (
-            fade * products + np.outer(relative, relative),
-            fade * sums + relative * ratio,
-        )
-        self._factors = self._fitted()
+        _learn(self._products, self._sums, *self.parts, tokens, verify, read, level, ratio)
+        _fit(self._products, self._sums, self._assumed(), factors)
         self._scale *= 1.0 + max(0.1, 1.0 / self._steps) * (ratio - 1.0)
 
     @property
@@ -119,40 +121,81 @@ class CostModel:
 
     def cost(self, tokens: int, verify: bool = False, read: float = 0.0) -> float:
         """Seconds expected of a step (in the prior's unit before any observation)."""
-        return float(self._features(tokens, verify, read) @ self._factors) * self._in_seconds
+        return self._level(tokens, verify, read) * self.in_seconds
 
     def verify_costs(
         self, tokens: npt.NDArray[np.int64], read: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
         """float64[n]: `cost` of n verify steps, one for each token count."""
-        ones = np.ones(len(tokens))
-        linear = self._prior(tokens) / self._unit
-        reads = self._read * read
-        features = np.stack([linear, ones, _TOKEN_PART * tokens, ones, reads, reads])
-        return self._factors @ features * self._in_seconds
+        return levels(*self.parts, tokens, True, read) * self.in_seconds
 
     @property
-    def _in_seconds(self) -> float:
+    def in_seconds(self) -> float:
+        """What a cost in parts of a one-token pass, as `levels` has it, is multiplied by."""
         return self._unit * self._scale
 
-    def _features(self, tokens: int, verify: bool, read: float) -> npt.NDArray[np.float64]:
-        linear = float(self._prior(tokens)) / self._unit
-        reads = self._read * read
-        return np.array(
-            [linear, 1.0, _TOKEN_PART * tokens, float(verify), reads, reads * float(verify)]
-        )
+    def _level(self, tokens: int, verify: bool, read: float) -> float:
+        return float(_level(*self.parts, float(tokens), verify, float(read)))
 
     def _assumed(self) -> npt.NDArray[np.float64]:
         return np.array([1.0, self._fixed, 0.0, _VERIFY * (1.0 + self._fixed), 1.0, 0.0])
 
-    def _fitted(self) -> npt.NDArray[np.float64]:
-        products, sums = self._moments
-        drawn = products + _STRENGTH * np.eye(len(sums))
-        found = np.linalg.solve(drawn, sums + _STRENGTH * self._assumed())
-        # Nothing makes a step quicker.
-        return np.maximum(found, 0.0)
 
-    def _prior(self, tokens: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        counts = np.asarray(tokens, dtype=np.float64)
-        within = np.interp(counts, self._prior_tokens, self._prior_cost)
-        return np.asarray(within * np.maximum(1.0, counts / self._prior_tokens[-1]))
+# Compiled: a step asks several times, and the steps of a small model are counted in milliseconds.
+
+
+@numba.njit(nogil=True, cache=True)
+def levels(prior_tokens, prior_cost, factors, numbers, tokens, verify, read):
+    """float64[n], the costs of n steps in parts of a one-token pass's linear layers.
+
+    Args:
+        prior_tokens, prior_cost, factors, numbers: `CostModel.parts`.
+        tokens: int64[n]; verify: whether they verify drafts; read: float64[n], KV entries.
+    """
+    costs = np.empty(len(tokens), np.float64)
+    for i in range(len(tokens)):
+        count = np.float64(tokens[i])
+        costs[i] = _level(prior_tokens, prior_cost, factors, numbers, count, verify, read[i])
+    return costs
+
+
+@numba.njit(nogil=True, cache=True)
+def _level(prior_tokens, prior_cost, factors, numbers, tokens, verify, read):
+    features = _features(prior_tokens, prior_cost, numbers, tokens, verify, read)
+    level = 0.0
+    for i in range(len(factors)):
+        level += features[i] * factors[i]
+    return level
+
+
+@numba.njit(nogil=True, cache=True)
+def _features(prior_tokens, prior_cost, numbers, tokens, verify, read):
+    linear = _prior(prior_tokens, prior_cost, tokens) / numbers[0]
+    reads, verifies = numbers[1] * read, 1.0 if verify else 0.0
+    return (linear, 1.0, _TOKEN_PART * tokens, verifies, reads, reads * verifies)
+
+
+@numba.njit(nogil=True, cache=True)
+def _prior(prior_tokens, prior_cost, tokens):
+    within = np.interp(tokens, prior_tokens, prior_cost)
+    return within * max(1.0, tokens / prior_tokens[-1])
+
+
+@numba.njit(nogil=True, cache=True)
+def _learn(
+    products, sums, prior_tokens, prior_cost, factors, numbers, tokens, verify, read, level, ratio
+):  # fmt: skip
+    """Add a step to what is fitted: the older steps fade."""
+    features = _features(prior_tokens, prior_cost, numbers, np.float64(tokens), verify, read)
+    fade = 1.0 - 1.0 / _MEMORY
+    for i in range(len(sums)):
+        sums[i] = fade * sums[i] + features[i] / level * ratio
+        for j in range(len(sums)):
+            products[i, j] = fade * products[i, j] + features[i] / level * (features[j] / level)
+
+
+@numba.njit(nogil=True, cache=True)
+def _fit(products, sums, assumed, factors):
+    """Write the factors that fit: nothing makes a step quicker."""
+    drawn = products + _STRENGTH * np.eye(len(sums))
+    factors[:] = np.maximum(np.linalg.solve(drawn, sums + _STRENGTH * assumed), 0.0)

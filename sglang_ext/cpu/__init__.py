@@ -6,7 +6,15 @@
 
 def register() -> None:
     """Register the attention backend, packed linear layers and CPU operators with SGLang."""
-    from sglang_ext.cpu import attention, kv_pool, kv_store, linear, rotary, whisper_encoder
+    from sglang_ext.cpu import (
+        attention,
+        greedy_sampler,
+        kv_pool,
+        kv_store,
+        linear,
+        rotary,
+        whisper_encoder,
+    )
     from sglang_ext.disaggregation import on_cpu
 
     attention.register()
@@ -15,4 +23,5 @@ def register() -> None:
     whisper_encoder.register()
     kv_store.register()
     kv_pool.register()
+    greedy_sampler.register()
     on_cpu.register()

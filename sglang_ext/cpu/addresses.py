@@ -2,6 +2,19 @@
 
 import numba
 import numpy as np
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+
+@intrinsic
+def pointer_to(typing_context, address):
+    """An address as a pointer, for numba.carray."""
+
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), generate
 
 
 @numba.njit(nogil=True, inline="always")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_ext.cpu.attention_kernel import attend
@@ -236,6 +236,13 @@ class TreeAttentionBackend(AttentionBackend):
         """A layer's keys and values in the KV cache, [slots, KH, D] and [slots, KH, DV]."""
         pool = self.token_to_kv_pool
         return pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
+
+    def kept_pools(self) -> object | None:
+        """What stays the same object while `layer_pool` gives the same; None: it is to be asked."""
+        pool = self.token_to_kv_pool
+        if type(pool) is not MHATokenToKVPool or pool.layer_transfer_counter is not None:
+            return None
+        return pool.k_buffer
 
     def attention_arguments(
         self, layer: "RadixAttention", batch: "ForwardBatch"

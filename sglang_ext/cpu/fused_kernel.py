@@ -11,10 +11,8 @@ One function calls the others, and it alone is kept in numba's cache (as in atte
 
 import numba
 import numpy as np
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
+from sglang_ext.cpu.addresses import pointer_to
 from sglang_ext.cpu.attention_kernel import _attend
 from sglang_ext.cpu.group_dots import GROUP
 from sglang_ext.cpu.group_rows import row_functions
@@ -217,24 +215,14 @@ def _complete(
         _add_rows(out, added, nothing, out, 0, count)
 
 
-@intrinsic
-def _pointer(typing_context, address):
-    """An address as a pointer, for numba.carray."""
-
-    def generate(context, builder, signature, args):
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(address), generate
-
-
 @numba.njit(nogil=True)
 def _floats(address, size):
-    return numba.carray(_pointer(address), (size,), np.float32)
+    return numba.carray(pointer_to(address), (size,), np.float32)
 
 
 @numba.njit(nogil=True)
 def _pool(like, address, slots, heads, size):
-    return numba.carray(_pointer(address), (slots, heads, size), like.dtype)
+    return numba.carray(pointer_to(address), (slots, heads, size), like.dtype)
 
 
 @numba.njit(nogil=True)
@@ -242,8 +230,8 @@ def _weights(bits, own):
     """Levels and scales of a weight, of its four columns of `addresses`."""
     blocks, groups = own[2], own[3]
     width, scale_width = (GROUP * LANES, LANES) if bits == 8 else (GROUP * LANES // 2, 2 * LANES)
-    levels = numba.carray(_pointer(own[0]), (blocks, groups, width), np.uint8)
-    return levels, numba.carray(_pointer(own[1]), (blocks, groups, scale_width), np.uint16)
+    levels = numba.carray(pointer_to(own[0]), (blocks, groups, width), np.uint8)
+    return levels, numba.carray(pointer_to(own[1]), (blocks, groups, scale_width), np.uint16)
 
 
 @numba.njit(nogil=True)

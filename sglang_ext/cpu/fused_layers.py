@@ -41,6 +41,8 @@ class Attention(Protocol):
 
     def layer_pool(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    def kept_pools(self) -> object | None: ...
+
     def attention_arguments(self, layer: Any, batch: "ForwardBatch") -> tuple[Any, ...]: ...
 
     def tokens_of(self, layer: Any, batch: "ForwardBatch") -> int: ...
@@ -98,7 +100,8 @@ class FusedDecoder:
         self._norm = decoder.norm.weight.detach().numpy()
         self._epsilon = np.float32(decoder.norm.variance_epsilon)
         self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-        self._pools = np.zeros((len(self._layers), 2), np.int64)
+        self._pools, self._pool_slots = np.zeros((len(self._layers), 2), np.int64), 0
+        self._pools_of: object | None = None
 
     @classmethod
     def of(cls, decoder: Any, backend: Attention) -> "FusedDecoder | None":
@@ -217,22 +220,29 @@ class FusedDecoder:
         """
         backend = self._backend
         attention = self._layers[start].self_attn.attn
-        pool_slots = 0
-        for index in range(start, end):
-            keys, values = backend.layer_pool(self._layers[index].self_attn.attn.layer_id)
-            self._pools[index] = keys.data_ptr(), values.data_ptr()
-            pool_slots = len(keys)
+        self._find_pools()
         out = torch.empty_like(hidden)
         behind = torch.empty_like(hidden) if normed else out
         kernel.run_layers(
             hidden.contiguous().numpy(), out.numpy(), self._addresses[start:end],
             self._numbers[start:end], self._bits, self._heads, self._kv_heads, self._size,
-            self._pools[start:end], pool_slots, backend.kv_like, positions.numpy(),
+            self._pools[start:end], self._pool_slots, backend.kv_like, positions.numpy(),
             self._cos_sin, self._halves, batch.out_cache_loc.numpy(),
             self._norm if normed else _NO_FLOATS, self._epsilon, behind.numpy(),
             *backend.attention_arguments(attention, batch), self._threads,
         )  # fmt: skip
         return behind
+
+    def _find_pools(self) -> None:
+        """Where the layers' keys and values are, unless that is known."""
+        kept = self._backend.kept_pools()
+        if kept is not None and kept is self._pools_of:
+            return
+        for own, layer in zip(self._pools, self._layers, strict=True):
+            keys, values = self._backend.layer_pool(layer.self_attn.attn.layer_id)
+            own[:] = keys.data_ptr(), values.data_ptr()
+            self._pool_slots = len(keys)
+        self._pools_of = kept
 
     def _one_by_one(
         self, input_ids: torch.Tensor, positions: torch.Tensor, batch: "ForwardBatch"

@@ -10,10 +10,11 @@ Shapes use bs = requests in the batch and n = draft tokens (tree nodes) per requ
 may be int32 or int64.
 """
 
-import ctypes
+from collections.abc import Iterator
 
-import numpy as np
 import torch
+
+from sglang_ext.cpu.kv_move import move_rows
 
 __all__ = [
     "assign_draft_cache_locs_contiguous_cpu",
@@ -45,8 +46,9 @@ def assign_extend_cache_locs_cpu(
     req_pool_indices, start_offset, end_offset: [bs]; req_to_token: [rows, pool_len];
     out_cache_loc: [at least sum(end - start)].
     """
-    rows, columns = _spans(req_pool_indices, start_offset, end_offset)
-    out_cache_loc[: len(rows)] = req_to_token[rows, columns].to(out_cache_loc.dtype)
+    table, slots = req_to_token.numpy(), out_cache_loc.numpy()
+    for row, start, end, place in _spans(req_pool_indices, start_offset, end_offset):
+        slots[place : place + end - start] = table[row, start:end]
 
 
 def assign_req_to_token_pool_cpu(
@@ -58,8 +60,9 @@ def assign_req_to_token_pool_cpu(
     pool_len: int,
 ) -> None:
     """The reverse of `assign_extend_cache_locs_cpu`: write the slots into the requests' rows."""
-    rows, columns = _spans(req_pool_indices, start_offset, end_offset)
-    req_to_token[rows, columns] = out_cache_loc[: len(rows)].to(req_to_token.dtype)
+    table, slots = req_to_token.numpy(), out_cache_loc.numpy()
+    for row, start, end, place in _spans(req_pool_indices, start_offset, end_offset):
+        table[row, start:end] = slots[place : place + end - start]
 
 
 def assign_draft_cache_locs_contiguous_cpu(
@@ -229,15 +232,9 @@ def copy_all_layer_kv_cache_cpu(
 ) -> None:
     """Copy KV rows `src_loc` to `tgt_loc` in every buffer; the two may overlap.
 
-    data_ptrs: [buffers] uint64 addresses; strides: [buffers] bytes per row; *_loc: [rows]. SGLang's
-    native move (SGLANG_NATIVE_MOVE_KV_CACHE=1, set by `install`) does the same without addresses.
+    data_ptrs: [buffers] uint64 addresses; strides: [buffers] bytes per row; *_loc: [rows].
     """
-    targets, sources = tgt_loc.tolist(), src_loc.tolist()
-    for base, stride in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
-        # Read all rows first: a target row may be a source row of a later copy.
-        rows = [ctypes.string_at(base + source * stride, stride) for source in sources]
-        for target, row in zip(targets, rows, strict=True):
-            ctypes.memmove(base + target * stride, row, stride)
+    move_rows(data_ptrs.numpy(), strides.numpy(), tgt_loc.numpy(), src_loc.numpy())
 
 
 def reconstruct_indices_from_tree_mask(
@@ -277,14 +274,15 @@ def reconstruct_indices_from_tree_mask(
 
 def _spans(
     rows: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64[sum(ends - starts)] each: row and column of every place of the spans, in order."""
-    # NumPy: for a few hundred places, torch's calls take longer than the work.
-    first = starts.numpy().astype(np.int64)
-    sizes = ends.numpy() - first
-    columns = np.arange(sizes.sum()) + np.repeat(first - np.cumsum(sizes) + sizes, sizes)
-    row_of = np.repeat(rows.numpy().astype(np.int64), sizes)
-    return torch.from_numpy(row_of), torch.from_numpy(columns)
+) -> Iterator[tuple[int, int, int, int]]:
+    """Of each request its row, where its span starts and ends, and where it goes in a list of all.
+
+    One by one: for a few requests, calls on arrays of them all take longer.
+    """
+    place = 0
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        yield row, start, end, place
+        place += max(0, end - start)
 
 
 def _selected_parents(parents: list[int], selected: list[int], topk: int, n: int) -> list[int]:

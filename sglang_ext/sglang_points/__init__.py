@@ -330,6 +330,11 @@ STORE_KV = Point(
     _SRT + "mem_cache.memory_pool._set_kv_buffer_impl", How.AROUND, "cpu/kv_store",
     "K and V stored by `index_copy_`", takes="k, v, k_cache, v_cache, indices", cpu=True,
 )  # fmt: skip
+SAMPLER = Point(
+    _SRT + "layers.sampler.Sampler.forward", How.AROUND, "cpu/greedy_sampler",
+    "greedy tokens by NumPy's argmax", cpu=True,
+    takes="self, logits_output, sampling_info, return_logprob, *, logprob_logits",
+)  # fmt: skip
 KV_POOL = Point(
     _SRT + "mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal", How.AFTER,
     "cpu/kv_pool", "its memory is taken as tokens come", takes="self", cpu=True,

@@ -117,8 +117,9 @@ class HostRuntime(StepRuntime):
 
     def leave_padding_out(self, step: Step, verify: VerifyTensors) -> None:
         """Have the pass run the trees' nodes alone, where our own attention runs it."""
-        if self._ragged:
-            verify.nodes = step.packed.nodes()
+        packed = step.packed
+        if self._ragged and (packed.sizes < packed.width).any():
+            verify.nodes = packed.nodes()
             leave_padding_out(step.batch, verify.verify_input, verify.nodes)
 
     @contextmanager

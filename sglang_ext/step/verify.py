@@ -22,7 +22,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.step.bias import BiasedRows, coins_of, is_greedy, prefer
-from sglang_ext.step.likeliest import likeliest_tokens
+from sglang_ext.cpu.likeliest import likeliest_tokens
 from sglang_ext.step.relaxed import RelaxedNodes, marks_of, relax
 from sglang_ext.tree import PackedTrees, child_with, walk
 

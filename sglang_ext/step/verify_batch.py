@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_utils import (
@@ -166,10 +168,12 @@ class VerifyBatches:
 
     def commit(self, batch: "ScheduleBatch", accepted: Accepted, width: int) -> None:
         """Bring the accepted nodes' KV to the front of each request's slots."""
-        commit_mamba_states_after_verify(
-            self.target, batch, accepted.accept_lens, accepted.accept_index, width
-        )
-        if self.on_host and _in_place(accepted, width):
+        if self._has_states:
+            commit_mamba_states_after_verify(
+                self.target, batch, accepted.accept_lens, accepted.accept_index, width
+            )
+        if self.on_host:
+            self._move_on_host(accepted.accept_index.numpy(), batch.out_cache_loc)
             return
         move_accept_tokens_to_target_kvcache(
             batch,
@@ -178,10 +182,21 @@ class VerifyBatches:
             self.allocator,
         )
 
+    @cached_property
+    def _has_states(self) -> bool:
+        """Whether the target has states as Mamba's, which a commit keeps."""
+        return mambaish_config(self.target.model_runner.model_config) is not None
 
-def _in_place(accepted: Accepted, width: int) -> bool:
-    """Whether every accepted path is the first nodes of its tree, so that no KV moves."""
-    index = accepted.accept_index.numpy()
-    bs = len(index)
-    node = np.arange(width) + np.arange(bs)[:, None] * width
-    return bool(((index == node) | (index < 0)).all())
+    def _move_on_host(self, index: npt.NDArray[np.int32], slots: torch.Tensor) -> None:
+        """As SGLang's move, of the nodes that are not where they belong: mostly there are none.
+
+        Args:
+            index: int32[bs, width], see verify.Accepted.
+        """
+        places = np.arange(index.size, dtype=np.int64)
+        sources = index.reshape(-1)
+        # A path's i-th node belongs to the i-th slot of its request.
+        moved = (sources >= 0) & (sources != places)
+        if moved.any():
+            to, of = torch.from_numpy(places[moved]), torch.from_numpy(sources[moved])
+            self.allocator.get_kvcache().move_kv_cache(slots[to], slots[of])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sglang_ext.step.likeliest import likeliest_tokens
+from sglang_ext.cpu.likeliest import likeliest_tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
