@@ -23,7 +23,6 @@ from sglang_ext.cpu.lane_vectors import features_of
 from sglang_ext.cpu.vectors import (
     ROWS_AHEAD,
     add_slots,
-    dot,
     dots,
     exponentials,
     largest,
@@ -33,6 +32,8 @@ from sglang_ext.cpu.vectors import (
 
 # A token and a head are a lane; lanes that see the same slots are computed together.
 LANES = 16
+# Tasks for each thread up to which the last ones are shared.
+_FEW_TASKS = 4
 # Lanes whose products with four rows registers hold.
 _AT_ONCE = 4 if "avx512f" in features_of(cpu_target.target_context) else 1
 
@@ -64,11 +65,32 @@ def _four_rows(array, slots, i, n, j):
     )
 
 
+@numba.njit(nogil=True)
+def _last_rows(array, slots, i, n, j):
+    """As `_four_rows`, where fewer than four may be left: the last one is there again."""
+    return (
+        _row(array, slots[i], j),
+        _row(array, slots[min(i + 1, n - 1)], j),
+        _row(array, slots[min(i + 2, n - 1)], j),
+        _row(array, slots[min(i + 3, n - 1)], j),
+    )
+
+
 if _AT_ONCE == 4:
 
     @numba.njit(nogil=True)
     def _together(addresses, lane):
         return (addresses[lane], addresses[lane + 1], addresses[lane + 2], addresses[lane + 3])
+
+    @numba.njit(nogil=True)
+    def _together_until(addresses, lane, end, spare):
+        """As `_together`, `spare` from lane `end` on."""
+        return (
+            addresses[lane],
+            addresses[lane + 1] if lane + 1 < end else spare,
+            addresses[lane + 2] if lane + 2 < end else spare,
+            addresses[lane + 3] if lane + 3 < end else spare,
+        )
 
 else:
 
@@ -76,54 +98,74 @@ else:
     def _together(addresses, lane):
         return (addresses[lane],)
 
+    @numba.njit(nogil=True)
+    def _together_until(addresses, lane, end, spare):
+        return (addresses[lane],)
+
 
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True)
 def _attend_lanes(
-    q, k, v, out, first, lanes, head, heads, kv_head, slots, n, further, further_counts,
+    q, k, v, out, first, begin, lanes, head, heads, kv_head, slots, n, further, further_counts,
     scale, soft_cap, scores, queries, outs, totals, spare,
 ):  # fmt: skip
     """Up to 16 lanes that see the same slots[:n] before their further ones.
 
-    Lane l is token first + l // heads at head + l % heads. A row of K or V is read once for all.
-    What a lane gets does not depend on the others.
+    Lane l is number begin + l of a block's: number i is token first + i // heads at head
+    head + i % heads. A row of K or V is read once for all. What a lane gets does not depend on
+    the others.
     """
-    for lane in range(LANES):
+    nowhere = np.uintp(spare.ctypes.data)
+    for lane in range(len(queries)):
         # Lanes to spare repeat the last one.
-        used = min(lane, lanes - 1)
-        token, h = first + used // heads, head + used % heads
+        number = begin + min(lane, lanes - 1)
+        token, h = first + number // heads, head + number % heads
         queries[lane] = _row(q, token, h)
-        outs[lane] = _row(out, token, h) if lane < lanes else np.uintp(spare.ctypes.data)
+        outs[lane] = _row(out, token, h) if lane < lanes else nowhere
     size, stride = q.shape[2], np.uintp(scores.strides[0])
     whole = n - n % 4
     for i in range(0, whole, 4):
         rows = _four_rows(k, slots, i, n, kv_head)
         for lane in range(0, lanes, _AT_ONCE):
             dots(k, rows, _together(queries, lane), size, _row(scores, lane, i), stride, scale)
+    # What rows that are there again give is behind a lane's scores, or written over.
+    if whole < n:
+        rows = _last_rows(k, slots, whole, n, kv_head)
+        for lane in range(0, lanes, _AT_ONCE):
+            dots(k, rows, _together(queries, lane), size, _row(scores, lane, whole), stride, scale)
+    tokens = range(begin // heads, (begin + lanes - 1) // heads + 1)
+    for token in tokens:
+        more, count = further[token], further_counts[token]
+        start, end = max(0, token * heads - begin), min(lanes, (token + 1) * heads - begin)
+        for i in range(0, count, 4):
+            rows = _last_rows(k, more, i, count, kv_head)
+            for lane in range(start, end, _AT_ONCE):
+                to = _row(scores, lane, n + i)
+                dots(k, rows, _together(queries, lane), size, to, stride, scale)
     for lane in range(lanes):
-        own, more, count = scores[lane], further[lane // heads], further_counts[lane // heads]
-        for i in range(whole, n):
-            own[i] = dot(k, _row(k, slots[i], kv_head), queries[lane], size) * scale
-        for i in range(count):
-            own[n + i] = dot(k, _row(k, more[i], kv_head), queries[lane], size) * scale
-        seen = n + count
+        seen = n + further_counts[(begin + lane) // heads]
         if soft_cap > 0:
             for i in range(seen):
-                own[i] = soft_cap * math.tanh(own[i] / soft_cap)
+                scores[lane, i] = soft_cap * math.tanh(scores[lane, i] / soft_cap)
         totals[lane] = np.float32(1) if seen == 0 else _softmax(_row(scores, lane, 0), seen)
+        token, h = first + (begin + lane) // heads, head + (begin + lane) % heads
         for d in range(out.shape[2]):
-            out[first + lane // heads, head + lane % heads, d] = np.float32(0)
+            out[token, h, d] = np.float32(0)
     size = out.shape[2]
-    start, step = _row(v, 0, kv_head), np.uintp(v.strides[0])
+    at, step = _row(v, 0, kv_head), np.uintp(v.strides[0])
     seen_by_all = np.uintp(slots.ctypes.data)
     for lane in range(0, lanes, _AT_ONCE):
         weights = _row(scores, lane, 0)
-        add_slots(v, _together(outs, lane), size, weights, stride, start, step, seen_by_all, n)
+        add_slots(v, _together(outs, lane), size, weights, stride, at, step, seen_by_all, n)
+    for token in tokens:
+        start, end = max(0, token * heads - begin), min(lanes, (token + 1) * heads - begin)
+        for lane in range(start, end, _AT_ONCE):
+            to, weights = _together_until(outs, lane, end, nowhere), _row(scores, lane, n)
+            behind, count = _row(further, token, 0), further_counts[token]
+            add_slots(v, to, size, weights, stride, at, step, behind, count)
     for lane in range(lanes):
-        own, more = lane // heads, (outs[lane],)
-        weights, behind = _row(scores, lane, n), _row(further, own, 0)
-        add_slots(v, more, size, weights, stride, start, step, behind, further_counts[own])
+        token, h = first + (begin + lane) // heads, head + (begin + lane) % heads
         for d in range(size):
-            out[first + lane // heads, head + lane % heads, d] /= totals[lane]
+            out[token, h, d] /= totals[lane]
 
 
 @numba.njit(parallel=True, nogil=True, cache=True)
@@ -162,27 +204,41 @@ def _attend(
     # Blocks and heads, of one request after the other, whose cache lies together; of a request head
     # by head: its blocks read the same K and V. Strided and not in parts: in a prefill the last
     # tokens see the most; rotated, so that no thread gets the same blocks at each head.
-    tasks = np.empty((blocks * (heads // together), 2), np.int64)
-    count, start = 0, 0
+    turns = heads // together
+    # Of few tasks, those that would leave threads idle are shared by lanes.
+    left = blocks * turns % threads if blocks * turns < _FEW_TASKS * threads else 0
+    shared = blocks * turns - left
+    tasks = np.empty((blocks * turns + threads, 4), np.int64)
+    count, made, start = 0, 0, 0
     while start < blocks:
         end = start + 1
         while end < blocks and rows[begins[end]] == rows[begins[start]]:
             end += 1
-        for turn in range(heads // together):
+        for turn in range(turns):
             for i in range(end - start):
-                tasks[count, 0] = start + (i + turn) % (end - start)
-                tasks[count, 1] = turn * together
-                count += 1
+                block = start + (i + turn) % (end - start)
+                lanes = (begins[block + 1] - begins[block]) * together
+                part = lanes
+                if made >= shared:
+                    part = -(-lanes // (threads // left))
+                    part = -(-part // _AT_ONCE) * _AT_ONCE
+                made += 1
+                for begin in range(0, lanes, part):
+                    tasks[count, 0], tasks[count, 1] = block, turn * together
+                    tasks[count, 2], tasks[count, 3] = begin, min(part, lanes - begin)
+                    count += 1
         start = end
     for thread in numba.prange(threads):
         slots = np.empty(longest, np.int64)
         further = np.empty((LANES, most), np.int64)
         further_counts = np.empty(LANES, np.int64)
-        scores = np.empty((LANES, longest + LANES), np.float32)
-        queries, outs = np.empty(LANES, np.uintp), np.empty(LANES, np.uintp)
+        scores = np.empty((LANES + _AT_ONCE, longest + LANES), np.float32)
+        queries = np.empty(LANES + _AT_ONCE, np.uintp)
+        outs = np.empty(LANES + _AT_ONCE, np.uintp)
         totals, spare = np.empty(LANES, np.float32), np.empty(out.shape[2], np.float32)
         for task in range(thread, count, threads):
             block, head = tasks[task, 0], tasks[task, 1]
+            begin, lanes = tasks[task, 2], tasks[task, 3]
             first, last = begins[block], begins[block + 1]
             n = counts[first]
             for i in range(n):
@@ -196,7 +252,7 @@ def _attend(
                     own[behind + i] = extra[extra_starts[t] + i]
                 further_counts[t - first] = behind + extra_counts[t]
             _attend_lanes(
-                q, k, v, out, first, (last - first) * together, head, together, head // group,
+                q, k, v, out, first, begin, lanes, head, together, head // group,
                 slots, n, further, further_counts, scale, soft_cap,
                 scores, queries, outs, totals, spare,
             )  # fmt: skip

@@ -30,8 +30,8 @@ _CUDA_HIDDEN = ("", "-1")
 _ENVIRONMENT = {
     # Selects SGLang's CPU engine (sglang.srt.utils.common.is_cpu).
     "SGLANG_USE_CPU_ENGINE": "1",
-    # A pass takes its batch as it is: copying it to buffers of its own serves graphs alone, and took
-    # 2% of a small model's step.
+    # A pass takes its batch as it is: a copy in buffers of its own serves graphs alone, and took 1%
+    # of a small model's step.
     "SGLANG_EAGER_INPUT_NO_COPY": "1",
     # Waits for work as torch's threads do; TBB's own pool would compete with them for the cores.
     "NUMBA_THREADING_LAYER_PRIORITY": "omp tbb workqueue",

@@ -4,6 +4,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,15 +41,37 @@ _LEADS = (-1.0, -0.1, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _SECONDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 
 
+class _Sum:
+    """A counter that is written now and then: a write to the file of its values takes 3 us."""
+
+    def __init__(self, counter: Any) -> None:
+        self._counter = counter
+        self._more = 0.0
+
+    def inc(self, amount: float = 1.0) -> None:
+        """Add to what is written next."""
+        self._more += amount
+
+    def write(self) -> None:
+        """Write what has come since the last time."""
+        if self._more:
+            self._counter.inc(self._more)
+            self._more = 0.0
+
+
 class _Series:
     """Makes series of our names with a server's labels.
 
     Args:
         labels: put on every series.
+
+    Attributes:
+        sums: the counters that have to be written now and then.
     """
 
     def __init__(self, labels: Mapping[str, str]):
         self.labels = dict(labels)
+        self.sums: list[_Sum] = []
         self._names = tuple(labels)
 
     def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Any:
@@ -58,9 +81,9 @@ class _Series:
         made = Histogram(PREFIX + name, text, self._names, buckets=buckets)
         return made.labels(**self.labels)
 
-    def counter(self, name: str, text: str) -> Any:
+    def counter(self, name: str, text: str) -> _Sum:
         """A counter; `_total` joins its name."""
-        return self._counter(name, text).labels(**self.labels)
+        return self._sum(self._counter(name, text))
 
     def gauge(self, name: str, text: str) -> Any:
         """A gauge, of whichever process set it last."""
@@ -78,20 +101,24 @@ class _Series:
         made = self.gauges(name, text, "kind")
         return {kind: made.labels(**self.labels, kind=kind) for kind in kinds}
 
-    def by_position(self, name: str, text: str) -> Callable[[int], Any]:
+    def by_position(self, name: str, text: str) -> Callable[[int], _Sum]:
         """A counter for each position of a draft, which is there once it is asked for."""
         made = self._counter(name, text, "position")
-        return lambda position: made.labels(**self.labels, position=str(position))
+        return cache(lambda position: self._sum(made, position=str(position)))
 
-    def by_drafter(self, name: str, text: str) -> Callable[[str], Any]:
+    def by_drafter(self, name: str, text: str) -> Callable[[str], _Sum]:
         """A counter for each drafter, which is there once it is asked for."""
         made = self._counter(name, text, "drafter")
-        return lambda drafter: made.labels(**self.labels, drafter=drafter)
+        return cache(lambda drafter: self._sum(made, drafter=drafter))
 
-    def by_source(self, name: str, text: str) -> dict[int, Any]:
+    def by_source(self, name: str, text: str) -> dict[int, _Sum]:
         """A counter for each bit of SOURCES."""
         made = self._counter(name, text, "source")
-        return {bit: made.labels(**self.labels, source=source) for bit, source in SOURCES.items()}
+        return {bit: self._sum(made, source=source) for bit, source in SOURCES.items()}
+
+    def _sum(self, made: Any, **more: str) -> _Sum:
+        self.sums.append(_Sum(made.labels(**self.labels, **more)))
+        return self.sums[-1]
 
     def _counter(self, name: str, text: str, *more: str) -> Any:
         from prometheus_client import Counter as Count
@@ -103,7 +130,7 @@ class SpeculationMetrics:
     """Prometheus metrics of one scheduler process.
 
     Make it after SGLang has set PROMETHEUS_MULTIPROC_DIR: prometheus_client chooses where its
-    values live when it is imported.
+    values live when it is imported. What is counted is in the endpoint after `write`.
 
     Args:
         labels: put on every series, as SGLang's own are (model_name, ...).
@@ -111,6 +138,7 @@ class SpeculationMetrics:
 
     def __init__(self, labels: Mapping[str, str]):
         series = _Series(labels)
+        self._sums = series.sums
         self._add_steps(series)
         self._add_budget(series)
         self._add_datastore(series)
@@ -153,6 +181,8 @@ class SpeculationMetrics:
         )
         self._proposed = series.by_source("proposed_tokens", "Drafted tokens that were verified.")
         self._accepted = series.by_source("accepted_tokens", "Drafted tokens that were accepted.")
+        # By their sources, and whether they were accepted: what the next `write` tells.
+        self._nodes: Counter[tuple[int, bool]] = Counter()
         self._relaxed = series.counter(
             "relaxed_tokens", "Drafted tokens that only a request's relaxed rule accepted."
         )
@@ -216,6 +246,17 @@ class SpeculationMetrics:
         self._pending = series.gauge(
             "datastore_pending_deletions", "Deletions that some file has not followed yet."
         )
+
+    def write(self) -> None:
+        """Write what has been counted: once a second, and when a request ends."""
+        for (source, accepted), count in self._nodes.items():
+            for bit in SOURCES:
+                if source & bit:
+                    self._proposed[bit].inc(count)
+                    self._accepted[bit].inc(count * accepted)
+        self._nodes.clear()
+        for each in self._sums:
+            each.write()
 
     def gauges_due(self) -> bool:
         """Whether a second has passed since they were set."""
@@ -297,18 +338,13 @@ class SpeculationMetrics:
         Args:
             accepted: for each tree, bool[n] for its first n nodes, those that were verified.
         """
-        counts: Counter[tuple[int, bool]] = Counter()
         lengths = [int(mask.sum()) for mask in accepted]
         self._note_drafts(sum(map(len, accepted)), lengths)
         for tree, mask, length in zip(trees, accepted, lengths, strict=True):
             self._accept_length.observe(1 + length)
             if tree.sources is not None:
-                counts.update(zip(tree.sources[: len(mask)].tolist(), mask.tolist(), strict=True))
-        for bit in SOURCES:
-            proposed = sum(n for (source, _), n in counts.items() if source & bit)
-            if proposed:
-                self._proposed[bit].inc(proposed)
-                self._accepted[bit].inc(sum(n for (s, a), n in counts.items() if a and s & bit))
+                sources = tree.sources[: len(mask)].tolist()
+                self._nodes.update(zip(sources, mask.tolist(), strict=True))
 
     def _note_drafts(self, tokens: int, lengths: Sequence[int]) -> None:
         """Drafts of so many tokens were verified, of each of which a path so long was accepted."""

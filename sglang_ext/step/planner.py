@@ -270,7 +270,7 @@ class DraftPlanner:
     def finish(self, rid: str) -> None:
         """The request ended."""
         self.requests.finish(rid)
-        self._report_counters()
+        self._write_metrics()
 
     def looks(self) -> bool:
         """Whether this step asks for drafts; to be called once for each decode step."""
@@ -328,7 +328,6 @@ class DraftPlanner:
                 self.note_look(seconds)
             if self.metrics is not None:
                 self.metrics.note_drafting(seconds)
-            self._report_counters()
             self._count(running, asked_s, trees)
         self._report(running, trees)
         return trees, width
@@ -525,10 +524,11 @@ class DraftPlanner:
             return nodes
         return next(width for width in self._widths if width >= nodes)
 
-    def _report_counters(self) -> None:
+    def _write_metrics(self) -> None:
         if self.metrics is not None:
             for drafter in self._asked.values():
                 self.metrics.set_counters(drafter.counters())
+            self.metrics.write()
 
     def _report(self, running: Sequence[RunningRequest], trees: Sequence[TokenTree]) -> None:
         if not self._active:
@@ -544,6 +544,7 @@ class DraftPlanner:
             for datastore in self.datastores:
                 self.metrics.set_datastore(datastore.info())
             self.metrics.set_choices(self.choice.counts, self.choice.gains)
+            self._write_metrics()
 
 
 def _right(chain: TokenTree, said: Sequence[int]) -> int:

@@ -22,10 +22,10 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
+from sglang_ext.cpu.likeliest import likeliest_tokens
 from sglang_ext.drafters import Bias
 from sglang_ext.step.bias import BiasedRows, Expected, prefer_next_tokens
 from sglang_ext.step.known_tokens import KnownTokens, right_tokens
-from sglang_ext.cpu.likeliest import likeliest_tokens
 from sglang_ext.step.ragged import needs_every_row
 from sglang_ext.step.relaxed import Relaxation, relax
 from sglang_ext.step.verify import prefer_greedily

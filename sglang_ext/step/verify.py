@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.step.bias import BiasedRows, coins_of, is_greedy, prefer
 from sglang_ext.cpu.likeliest import likeliest_tokens
+from sglang_ext.step.bias import BiasedRows, coins_of, is_greedy, prefer
 from sglang_ext.step.relaxed import RelaxedNodes, marks_of, relax
 from sglang_ext.tree import PackedTrees, child_with, walk
 
@@ -232,10 +232,14 @@ def _greedy_walk(
 ) -> _Walked:
     """Follow the trees along `chosen`, int64[T]; where a walk ends, relaxation is asked."""
     bs, width = trees.tokens.shape
+    taken = torch.zeros(bs * width, dtype=torch.bool)
+    if relaxed is None and nodes is None:
+        said = chosen.numpy().reshape(bs, width)
+        index, lens = walk(trees.tokens, trees.next_token, trees.next_sibling, said)
+        return _Walked(said, index, lens, taken)
     places = np.arange(bs * width) if nodes is None else nodes
     left = relaxed if relaxed is None or nodes is None else relaxed.with_rows(nodes)
     predicted = np.zeros(bs * width, dtype=np.int64)
-    taken = torch.zeros(bs * width, dtype=torch.bool)
     new = None
     while True:
         predicted[places] = chosen.numpy()

@@ -80,28 +80,29 @@ class VerifyBatches:
         batch, packed = step.batch, step.packed
         bs, width = packed.tokens.shape
         lens = batch.seq_lens_cpu.numpy()
-        mask_at = mask_starts(lens, width)
         bias = step.expected.arrays() if step.expected is not None else []
         relaxation = Relaxation.of(step.running, packed)
         relaxed = relaxation.arrays() if relaxation is not None else []
-        tokens, positions, first, next_one, mask, starts, *rules = self.to_device(
+        tokens, positions, first, next_one, mask, *rules = self.to_device(
             [
                 packed.tokens.reshape(-1),
                 (lens[:, None] + packed.depths).reshape(-1),
                 packed.next_token,
                 packed.next_sibling,
                 packed.mask,
-                mask_at,
                 *bias,
                 *relaxed,
+                *([] if self.on_host else [mask_starts(lens, width)]),
             ]
         )
-        total = width * (int(lens.sum()) + bs * width)
+        if self.on_host:
+            mask = mask.flatten()
+        else:
+            total = width * (int(lens.sum()) + bs * width)
+            mask = full_mask(mask, batch.seq_lens, rules.pop(), total)
         verify_input = NgramVerifyInput(
             draft_token=tokens,
-            custom_mask=(
-                mask.flatten() if self.on_host else full_mask(mask, batch.seq_lens, starts, total)
-            ),
+            custom_mask=mask,
             positions=positions,
             retrieve_index=torch.arange(bs * width, device=self.device).view(bs, width),
             retrieve_next_token=first,

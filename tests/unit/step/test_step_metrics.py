@@ -37,6 +37,8 @@ info.dropped_documents, info.background_failures = 4, 3
 info.role, info.folded_logs, info.elections = "writer", 5, 1
 m.set_datastore(info)
 assert m.gauges_due() and not m.gauges_due()
+m.write()
+m.write()
 registry = CollectorRegistry()
 multiprocess.MultiProcessCollector(registry)
 print(generate_latest(registry).decode())

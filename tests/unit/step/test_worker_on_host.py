@@ -232,7 +232,7 @@ def serving(request, monkeypatch) -> Iterator[Serving]:
     monkeypatch.setattr(Options, "from_env", lambda: options)
     monkeypatch.setattr(planner_setup, "costs_of", lambda *_: {})
     monkeypatch.setattr(planner_setup, "cost_model_of", lambda *_: None)
-    monkeypatch.setattr(verify_batch, "commit_mamba_states_after_verify", lambda *_: None)
+    monkeypatch.setattr(verify_batch, "mambaish_config", lambda _config: None)
     made = Serving(request.param)
     monkeypatch.setattr(planner, "load_all", lambda _: {"scripted": made.drafter})
     made.worker.alloc_memory_pool()
