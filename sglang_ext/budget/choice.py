@@ -192,6 +192,16 @@ def choose_nodes(
     return Choice(nodes, saved * cost.in_seconds, 1 + int(nodes.max()))
 
 
+def warm_up() -> None:
+    """Compile what chooses and learns, or load it from numba's cache, so that no step waits."""
+    probs = np.array([0.5, 0.25], np.float32)
+    calibration = Calibration().for_request()
+    calibration.observe(probs, np.array([True, False]))
+    cost = CostModel({1: 1.0, 4: 2.0})
+    cost.observe(1, 1.0)
+    choose_nodes([calibration(probs)], cost, [1])
+
+
 @lru_cache(maxsize=4096)
 def _grid(low: int, high: int) -> npt.NDArray[np.int64]:
     """`token_grid` as int64[n]."""

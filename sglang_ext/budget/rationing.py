@@ -10,7 +10,7 @@ MOST_UNDRAFTED = 64
 SURELY = 1.1
 # Steps in a row that verify drafts: then a plain one is timed. At first few, later so many.
 FIRST_VERIFIED, MOST_VERIFIED = 4, 256
-# Looks that are made whatever they save, for a first mean.
+# Looks that are made whatever they save, for a first mean; the quickest tells what a look takes.
 _FIRST_LOOKS = 4
 # Say of one look in what looks save in the mean.
 _WEIGHT = 1 / 32
@@ -59,10 +59,12 @@ class DraftingRation:
         """
         self._looks += 1
         self._verified = self._verified + 1 if found else 0
-        if not self.drafting_s:
-            self.drafting_s = seconds
+        if self._looks <= _FIRST_LOOKS:
+            # The first ones load what they run.
+            self.drafting_s = min(seconds, self.drafting_s or seconds)
         # One look that was disturbed is not what drafting takes.
-        self.drafting_s += 0.1 * (min(seconds, 2 * self.drafting_s) - self.drafting_s)
+        seconds = min(seconds, 2 * self.drafting_s)
+        self.drafting_s += 0.1 * (seconds - self.drafting_s)
         weight, off = max(_WEIGHT, 1 / self._looks), saved_s - self._saved_s
         self._saved_s += weight * off
         self._variance += weight * ((1 - weight) * off**2 - self._variance)

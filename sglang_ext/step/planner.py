@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.budget.choice import choose_nodes, choose_width
+from sglang_ext.budget.choice import choose_nodes, choose_width, warm_up
 from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.budget.prefill_ration import PrefillRation
 from sglang_ext.budget.rationing import DraftingRation
@@ -84,6 +84,8 @@ class DraftPlanner:
         self._log = BudgetLog()
         rationed = cost is not None and context.options.budget == "auto"
         self._ration = DraftingRation() if rationed else None
+        if rationed:
+            warm_up()
         self._look: tuple[bool, float] | None = None
         self._prefill_rations: dict[str, PrefillRation] = {}
         self._read: dict[str, _Read] = {}

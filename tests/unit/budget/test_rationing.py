@@ -44,6 +44,16 @@ def test_every_step_looks_while_looking_pays_in_the_mean():
     assert all(looks(ration, 200, lambda n: 0.03 * (n % 3 == 0)))
 
 
+def test_a_first_look_that_loads_what_it_runs_holds_up_no_later_one():
+    ration = DraftingRation()
+    for seconds in (100 * LOOK_S, LOOK_S, 2 * LOOK_S):
+        assert ration.allows()
+        ration.note_look(seconds, True, 2 * LOOK_S)
+        ration.note_step(STEP_S)
+    assert LOOK_S <= ration.drafting_s < 1.2 * LOOK_S
+    assert sum(looks(ration, 100, lambda n: 2 * LOOK_S)) > 90
+
+
 def test_looks_that_save_less_than_they_take_are_rationed():
     looked = looks(DraftingRation(), 1000, lambda n: 0.002 * (n % 4 == 0))
     assert sum(looked) < 500
