@@ -303,6 +303,11 @@ def test_a_token_gets_the_same_bits_from_every_mode_and_batch(world, monkeypatch
         world.backend._threads = threads
         mixed = world.run(batch, queries).view(3, 6, -1)[1, [0, 3, 5]]
         assert torch.equal(mixed, decoded[:3])
+    # Of one request there are fewer tasks than threads, or one to share.
+    alone = verify_batch([row], [length], tree_mask(path)[None], slots)
+    for threads in (1, 2, 3, 4, 5, 7):
+        world.backend._threads = threads
+        assert torch.equal(world.run(alone, q), decoded)
 
 
 def test_refusals():
