@@ -251,7 +251,8 @@ class TranslationBench:
         )
 
 
-def main() -> int:
+def options_of() -> argparse.Namespace:
+    """The command line."""
     args = parser(__doc__, model=False)
     args.add_argument("--model", metavar="M", help="[whisper-base; --quick: whisper-tiny.en]")
     args.add_argument("--draft", metavar="D", help="[whisper-tiny.en; --quick: none]")
@@ -288,7 +289,11 @@ def main() -> int:
         choices=("alignatt", "localagreement"),
         help="that display_*_s are of [%(default)s]",
     )
-    options = args.parse_args()
+    return args.parse_args()
+
+
+def main() -> int:
+    options = options_of()
     model = options.model or ("whisper-tiny.en" if options.quick else "whisper-base")
     draft = options.draft or ("none" if options.quick else "whisper-tiny.en")
     minutes = options.minutes or (0.0 if options.quick else MINUTES)

@@ -248,9 +248,7 @@ def _best_nodes(
         prior_tokens, prior_cost, factors, numbers, np.full(1, bs), False, np.full(1, total)
     )[0]
     best = np.argmax(gains / (costs + drafting))
-    nodes, cost = np.zeros(bs, np.int64), costs[best]
-    for node in order[: grid[best] - bs]:
-        nodes[owners[node]] += 1
+    nodes, cost = np.bincount(owners[order[: grid[best] - bs]], minlength=bs), costs[best]
     if padded:
         most = nodes.max()
         whole = np.full(1, total * (1.0 + node_reads * most))

@@ -103,6 +103,33 @@ else:
         return (addresses[lane],)
 
 
+@numba.njit(nogil=True)
+def _score_lanes(
+    k, size, begin, lanes, heads, kv_head, slots, n, further, further_counts, scale, scores,
+    queries,
+):  # fmt: skip
+    """Scores of the lanes, see `_attend_lanes`: of slots[:n], then of their further ones."""
+    stride = np.uintp(scores.strides[0])
+    whole = n - n % 4
+    for i in range(0, whole, 4):
+        rows = _four_rows(k, slots, i, n, kv_head)
+        for lane in range(0, lanes, _AT_ONCE):
+            dots(k, rows, _together(queries, lane), size, _row(scores, lane, i), stride, scale)
+    # What rows that are there again give is behind a lane's scores, or written over.
+    if whole < n:
+        rows = _last_rows(k, slots, whole, n, kv_head)
+        for lane in range(0, lanes, _AT_ONCE):
+            dots(k, rows, _together(queries, lane), size, _row(scores, lane, whole), stride, scale)
+    for token in range(begin // heads, (begin + lanes - 1) // heads + 1):
+        more, count = further[token], further_counts[token]
+        start, end = max(0, token * heads - begin), min(lanes, (token + 1) * heads - begin)
+        for i in range(0, count, 4):
+            rows = _last_rows(k, more, i, count, kv_head)
+            for lane in range(start, end, _AT_ONCE):
+                to = _row(scores, lane, n + i)
+                dots(k, rows, _together(queries, lane), size, to, stride, scale)
+
+
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True)
 def _attend_lanes(
     q, k, v, out, first, begin, lanes, head, heads, kv_head, slots, n, further, further_counts,
@@ -121,26 +148,12 @@ def _attend_lanes(
         token, h = first + number // heads, head + number % heads
         queries[lane] = _row(q, token, h)
         outs[lane] = _row(out, token, h) if lane < lanes else nowhere
-    size, stride = q.shape[2], np.uintp(scores.strides[0])
-    whole = n - n % 4
-    for i in range(0, whole, 4):
-        rows = _four_rows(k, slots, i, n, kv_head)
-        for lane in range(0, lanes, _AT_ONCE):
-            dots(k, rows, _together(queries, lane), size, _row(scores, lane, i), stride, scale)
-    # What rows that are there again give is behind a lane's scores, or written over.
-    if whole < n:
-        rows = _last_rows(k, slots, whole, n, kv_head)
-        for lane in range(0, lanes, _AT_ONCE):
-            dots(k, rows, _together(queries, lane), size, _row(scores, lane, whole), stride, scale)
     tokens = range(begin // heads, (begin + lanes - 1) // heads + 1)
-    for token in tokens:
-        more, count = further[token], further_counts[token]
-        start, end = max(0, token * heads - begin), min(lanes, (token + 1) * heads - begin)
-        for i in range(0, count, 4):
-            rows = _last_rows(k, more, i, count, kv_head)
-            for lane in range(start, end, _AT_ONCE):
-                to = _row(scores, lane, n + i)
-                dots(k, rows, _together(queries, lane), size, to, stride, scale)
+    stride = np.uintp(scores.strides[0])
+    _score_lanes(
+        k, q.shape[2], begin, lanes, heads, kv_head, slots, n, further, further_counts, scale,
+        scores, queries,
+    )  # fmt: skip
     for lane in range(lanes):
         seen = n + further_counts[(begin + lane) // heads]
         if soft_cap > 0:
@@ -168,24 +181,18 @@ def _attend_lanes(
             out[token, h, d] /= totals[lane]
 
 
-@numba.njit(parallel=True, nogil=True, cache=True)
-def _attend(
-    q, k, v, out, table, rows, starts, counts, extra, extra_starts, extra_counts,
-    scale, soft_cap, threads,
-):  # fmt: skip
-    tokens, heads = q.shape[:2]
-    group = heads // k.shape[1]
-    # Heads of a group that share the lanes of a vector.
-    together = group
-    while together > LANES or group % together:
-        together -= 1
-    # Blocks of tokens that see the same slots of a row but for a few: the nodes of a tree, tokens
-    # that follow each other in a prompt, and all tokens of a request in cross-attention.
-    begins = np.empty(tokens + 1, np.int64)
+@numba.njit(nogil=True)
+def _blocks(rows, starts, counts, extra_counts, together):
+    """Where blocks of tokens begin, int64[blocks + 1], and the most slots of a token, all and own.
+
+    A block's tokens see the same slots of a row but for a few: the nodes of a tree, tokens that
+    follow each other in a prompt, and all tokens of a request in cross-attention.
+    """
+    begins = np.empty(len(rows) + 1, np.int64)
     blocks = 0
     longest = 0
     most = 0
-    for t in range(tokens):
+    for t in range(len(rows)):
         b = begins[blocks - 1] if t > 0 else 0
         same = (
             t > 0
@@ -200,11 +207,20 @@ def _attend(
             b = t
         longest = max(longest, counts[t] + extra_counts[t])
         most = max(most, counts[t] - counts[b] + extra_counts[t])
-    begins[blocks] = tokens
-    # Blocks and heads, of one request after the other, whose cache lies together; of a request head
-    # by head: its blocks read the same K and V. Strided and not in parts: in a prefill the last
-    # tokens see the most; rotated, so that no thread gets the same blocks at each head.
-    turns = heads // together
+    begins[blocks] = len(rows)
+    return begins[: blocks + 1], longest, most
+
+
+@numba.njit(nogil=True)
+def _tasks(begins, rows, turns, together, threads):
+    """int64[tasks, 4]: a block, its first head, and which of their lanes: the first, and how many.
+
+    Blocks and heads of one request after the other, whose cache lies together; of a request head
+    by head: its blocks read the same K and V. Threads take them in turns and not in parts: in a
+    prefill the last tokens see the most; rotated, so that no thread gets the same blocks at each
+    head.
+    """
+    blocks = len(begins) - 1
     # Of few tasks, those that would leave threads idle are shared by lanes.
     left = blocks * turns % threads if blocks * turns < _FEW_TASKS * threads else 0
     shared = blocks * turns - left
@@ -228,6 +244,22 @@ def _attend(
                     tasks[count, 2], tasks[count, 3] = begin, min(part, lanes - begin)
                     count += 1
         start = end
+    return tasks[:count]
+
+
+@numba.njit(parallel=True, nogil=True, cache=True)
+def _attend(
+    q, k, v, out, table, rows, starts, counts, extra, extra_starts, extra_counts,
+    scale, soft_cap, threads,
+):  # fmt: skip
+    heads = q.shape[1]
+    group = heads // k.shape[1]
+    # Heads of a group that share the lanes of a vector.
+    together = group
+    while together > LANES or group % together:
+        together -= 1
+    begins, longest, most = _blocks(rows, starts, counts, extra_counts, together)
+    tasks = _tasks(begins, rows, heads // together, together, threads)
     for thread in numba.prange(threads):
         slots = np.empty(longest, np.int64)
         further = np.empty((LANES, most), np.int64)
@@ -236,7 +268,7 @@ def _attend(
         queries = np.empty(LANES + _AT_ONCE, np.uintp)
         outs = np.empty(LANES + _AT_ONCE, np.uintp)
         totals, spare = np.empty(LANES, np.float32), np.empty(out.shape[2], np.float32)
-        for task in range(thread, count, threads):
+        for task in range(thread, len(tasks), threads):
             block, head = tasks[task, 0], tasks[task, 1]
             begin, lanes = tasks[task, 2], tasks[task, 3]
             first, last = begins[block], begins[block + 1]

@@ -182,8 +182,7 @@ def build_tree_kernel_efficient_cpu(
     mask_start = 0
     for b, seq_len in enumerate(verified_seq_len.tolist()):
         parents = _selected_parents(parents_of[b], selected[b], topk, n)
-        for i in range(n):
-            retrive_index[b, i] = b * n + i
+        retrive_index[b] = torch.arange(b * n, b * n + n)
         for i in range(n - 1, 0, -1):
             parent = parents[i]
             if parent >= 0:
