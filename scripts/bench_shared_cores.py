@@ -2,10 +2,11 @@
 
 Busy processes (loops that never wait) are started beside a server: as many as the cores, then four
 times as many. It is asked for the same greedy output alone, beside the ones and beside the others,
-by turns: shared_core_ratio_N_busy is the median over the rounds of the speed there by the speed
-alone. What a fair share is, the kernel says (Linux's autogroups divide cores between sessions, and
-each busy process has one of its own), so what the server did with its share is told apart:
-cpu_per_token_N_busy is its processor time per token there by that alone. Above 1 it was wasted.
+by turns, each time once it has seen who is there: shared_core_ratio_N_busy is the median over the
+rounds of the speed there by the speed alone. What a fair share is, the kernel says (Linux's
+autogroups divide cores between sessions, and each busy process has one of its own), so what the
+server did with its share is told apart: cpu_per_token_N_busy is its processor time per token there
+by that alone. Above 1 it was wasted.
 
 --spins compares servers by how long OpenMP's threads spin at a barrier (GOMP_SPINCOUNT, see
 docs/cpu.md) before they let go of their core; "never" is a server that does not look whether others
@@ -19,6 +20,7 @@ are of the first one in the list; alone_ratio_spin_NAME is another's speed alone
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,6 +36,9 @@ from sglang_ext.servers import processes
 DEFAULT, NEVER = "default", "never"
 ROUNDS, QUICK_ROUNDS = 5, 2
 TOKENS = 48
+# Of work, until a server has seen that others want the cores, or no longer do (cpu/shared_cores.py:
+# it looks five times a second, and is slow to believe the latter).
+SETTLED_S = 4.0
 _BUSY = "while True: pass"
 
 
@@ -122,7 +127,10 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def measured(server: Server, input_ids: Sequence[int], tokens: int) -> Run:
-    """One greedy output, from its first token to its last."""
+    """One greedy output, from its first token to its last, once the server knows who is there."""
+    begin = time.monotonic()
+    while time.monotonic() < begin + SETTLED_S:
+        stream(server.base_url, input_ids, max_new_tokens=tokens, ignore_eos=True)
     before = server.cpu_seconds()
     answer = stream(server.base_url, input_ids, max_new_tokens=tokens, ignore_eos=True)
     count = len(answer.token_ids)
