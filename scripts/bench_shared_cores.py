@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from scripts.lib.client import stream
+from scripts.lib.client import generate
 from scripts.lib.figures import parser, report
 from scripts.lib.server import Server
 from scripts.lib.spec_bench import spec_bench
@@ -35,16 +35,15 @@ from sglang_ext.servers import processes
 
 DEFAULT, NEVER = "default", "never"
 ROUNDS, QUICK_ROUNDS = 5, 2
-TOKENS = 48
-# Of work, until a server has seen that others want the cores, or no longer do (cpu/shared_cores.py:
-# it looks five times a second, and is slow to believe the latter).
+TOKENS = 256
+# Of work, until a server has seen that others want the cores, or do no more (cpu/shared_cores.py).
 SETTLED_S = 4.0
 _BUSY = "while True: pass"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One output: its speed, and the server's processor seconds per token (prefill included)."""
+    """One output: its speed, and the server's processor seconds per token, prefill included."""
 
     tokens_per_s: float
     cpu_s: float
@@ -86,7 +85,7 @@ def shared_core_figures(
     with ExitStack() as stack:
         servers = {name: stack.enter_context(server_with(model, name, args)) for name in spins}
         for server in servers.values():
-            stream(server.base_url, prompts[0].input_ids, max_new_tokens=8)
+            generate(server.base_url, prompts[0].input_ids, max_new_tokens=8)
         runs: dict[tuple[str, int], list[Run]] = {}
         for number, prompt in enumerate(prompts):
             for busy in neighbours:
@@ -127,14 +126,17 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def measured(server: Server, input_ids: Sequence[int], tokens: int) -> Run:
-    """One greedy output, from its first token to its last, once the server knows who is there."""
+    """One greedy output, whole, once the server knows who is there.
+
+    Not streamed: beside busy processes its tokens reach this one in bunches, when it runs.
+    """
     begin = time.monotonic()
     while time.monotonic() < begin + SETTLED_S:
-        stream(server.base_url, input_ids, max_new_tokens=tokens, ignore_eos=True)
+        generate(server.base_url, input_ids, max_new_tokens=tokens, ignore_eos=True)
     before = server.cpu_seconds()
-    answer = stream(server.base_url, input_ids, max_new_tokens=tokens, ignore_eos=True)
+    answer = generate(server.base_url, input_ids, max_new_tokens=tokens, ignore_eos=True)
     count = len(answer.token_ids)
-    return Run((count - 1) / answer.decode_seconds, (server.cpu_seconds() - before) / count)
+    return Run(count / answer.seconds, (server.cpu_seconds() - before) / count)
 
 
 def figures_of(

@@ -5,8 +5,10 @@ between two products and is quickest on cores of one's own; where other programs
 thread that spins keeps from them, and from its own siblings, what they need to get to the barrier.
 libgomp decides anew at each barrier: with more of its threads than processors it spins 100 times
 instead of GOMP_SPINCOUNT (GCC's manual of libgomp, GOMP_SPINCOUNT). So while this process's threads
-have to wait for processors, which the kernel counts, threads that hold a team of their own and do
-nothing are kept beside them. How many threads a product runs on stays, and with it its bits.
+have to wait for processors, which the kernel counts, and other programs use them, threads that hold
+a team of their own and do nothing are kept beside them: a team of torch's and one of numba's, which
+have a libgomp each (PyPI's numba asks for it by another name). How many threads a product runs on
+stays, and with it its bits.
 """
 
 import contextlib
@@ -14,11 +16,15 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+import numba
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from sglang_ext.servers.cpu_watch import others_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +36,9 @@ _LOOK_S = 0.2
 # row, others want them. On two cores a server that streams waits 0.1 to 0.4 for its own other
 # processes, more for a moment where requests begin, beside one busy neighbour 0.9.
 _CROWDED, _CROWDED_LOOKS = 0.6, 4
-# In the mean of so many looks below this, others do not want them any more. With short waits a
-# server that streams waits -0.1 to 0.2, in the mean 0; beside busy neighbours 0.14 to 0.18.
-_FREE, _FREE_LOOKS, _LEAST = 0.03, 15, -0.2
+# With short waits threads sleep at barriers and wake where there is room: what they wait tells no
+# more. So it is asked so often whether other programs use more than this part of a processor.
+_FREE_S, _FREE = 1.0, 0.15
 # What it takes to wake a thread that sleeps, at the most, on a processor that nobody else wants. Of
 # threads with short waits that is some thousand times in a look.
 _WAKE_S = 15e-6
@@ -75,6 +81,7 @@ class ShortWaits:
 
         def hold() -> None:
             torch.ones(_ENOUGH_FOR_A_TEAM).add_(1.0)
+            _start_numbas_team(np.zeros(numba.get_num_threads()))
             started.set()
             end.wait()
 
@@ -84,27 +91,47 @@ class ShortWaits:
         return thread
 
 
-class Crowd:
-    """Tells from the waits of this process's threads whether others want its processors."""
+@numba.njit(parallel=True, nogil=True, cache=True)
+def _start_numbas_team(places: npt.NDArray[np.float64]) -> None:
+    """Run something on all of numba's threads, a place for each."""
+    for i in numba.prange(len(places)):
+        places[i] = 1.0
 
-    def __init__(self) -> None:
+
+class Crowd:
+    """Tells whether others want this process's processors: from its threads' waits that they do,
+    and from what others use that they do no more.
+
+    Args:
+        others: seconds of the processors that others have used since some moment; None: not known.
+    """
+
+    def __init__(self, others: Callable[[], float | None] = others_seconds) -> None:
         self.here = False
         self._crowded_looks = 0
-        self._looks: deque[float] = deque(maxlen=_FREE_LOOKS)
+        self._others = others
+        self._since: float = 0.0
+        self._used: float | None = None
 
     def note(self, waited: float) -> bool:
-        """Whether others want them, given what threads waited, by the time since the last look.
+        """Whether others want them.
 
         Args:
-            waited: below 0 where waking threads took less than is taken off for it.
+            waited: by this process's threads, by the time since the last look.
         """
-        self._crowded_looks = self._crowded_looks + 1 if waited > _CROWDED else 0
-        self._looks.append(waited)
-        if not self.here and self._crowded_looks >= _CROWDED_LOOKS:
-            self.here = True
-            self._looks.clear()
-        elif len(self._looks) == _FREE_LOOKS and sum(self._looks) < _FREE * _FREE_LOOKS:
-            self.here = False
+        now = time.monotonic()
+        if not self.here:
+            self._crowded_looks = self._crowded_looks + 1 if waited > _CROWDED else 0
+            self.here = self._crowded_looks >= _CROWDED_LOOKS
+            if self.here:
+                self._since, self._used = now, self._others()
+        elif now - self._since >= _FREE_S:
+            used = self._others()
+            if used is None or self._used is None:
+                self.here = False  # waits tell again
+            else:
+                self.here = used - self._used > _FREE * (now - self._since)
+            self._since, self._used, self._crowded_looks = now, used, 0
         return self.here
 
 
@@ -120,6 +147,7 @@ def watch_cores() -> threading.Event | None:
     mode = _configured_mode()
     if mode == "never" or torch.get_num_threads() < 2 or waited_seconds() is None:
         return None
+    _start_numbas_team(np.zeros(numba.get_num_threads()))  # compiled before it is needed
     waits = ShortWaits()
     if mode == "always":
         waits.set(True)
@@ -140,7 +168,7 @@ def _watch(waits: ShortWaits, rest: Callable[[float], bool]) -> None:
         now = waited_seconds()
         if before is not None and now is not None:
             # A thread that has ended takes its waits along.
-            here = crowd.note(max(_LEAST, (now - before) / _LOOK_S))
+            here = crowd.note((now - before) / _LOOK_S)
             if here != waits.on:
                 waits.set(here)
                 logger.debug("OpenMP waits are %s", "short" if here else "as they are set")

@@ -128,9 +128,30 @@ def processor_seconds(stat: str, processors: set[int]) -> tuple[float, float]:
     return busy / ticks, sum(int(row[_STEAL]) for row in rows) / ticks
 
 
-def family_seconds() -> float:
-    """CPU time of this process and all below it, ended ones that were waited for included."""
-    own = psutil.Process()
+def others_seconds() -> float | None:
+    """Seconds that other programs have used, since some moment, of the processors we may run on.
+
+    Ours are the processes that were started together with this one: its process group's first, and
+    all below it. None where the kernel does not say.
+    """
+    try:
+        with open(_STAT, encoding="ascii") as file:
+            busy, _ = processor_seconds(file.read(), os.sched_getaffinity(0))
+        own = psutil.Process()
+        while (above := own.parent()) is not None and os.getpgid(above.pid) == os.getpgid(0):
+            own = above
+        return busy - family_seconds(own)
+    except (OSError, ValueError, IndexError, psutil.Error):
+        return None
+
+
+def family_seconds(own: psutil.Process | None = None) -> float:
+    """CPU time of a process and all below it, ended ones that were waited for included.
+
+    Args:
+        own: None: this one.
+    """
+    own = own or psutil.Process()
     seconds = 0.0
     for process in [own, *own.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):  # one that has just ended is in its parent's time

@@ -55,34 +55,62 @@ def test_threads_hardly_spin_with_short_waits_and_spin_again_without():
     assert short < 0.6 * after
 
 
-def test_threads_that_wait_for_processors_tell_of_a_crowd():
-    crowd = Crowd()
+class Clock:
+    """A clock, and processors of which others use a part.
+
+    Attributes:
+        part: of a processor; None: not known.
+    """
+
+    def __init__(self, monkeypatch) -> None:
+        self.now, self.used, self.part = 100.0, 7.0, 0.0
+        monkeypatch.setattr(shared_cores.time, "monotonic", lambda: self.now)
+
+    def others(self) -> float | None:
+        return None if self.part is None else self.used
+
+    def looks(self, crowd: Crowd, seconds: float, waited: float) -> list[bool]:
+        """What a crowd says five times a second."""
+        said = []
+        for _ in range(round(5 * seconds)):
+            self.now += 0.2
+            self.used += 0.2 * (self.part or 0.0)
+            said.append(crowd.note(waited))
+        return said
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def test_threads_that_wait_for_processors_tell_of_a_crowd(clock):
+    crowd = Crowd(clock.others)
     assert not crowd.note(0.1)
     # Requests that are taken apart beside the model's threads.
     assert not any(crowd.note(0.8) for _ in range(3))
     assert not crowd.note(0.1)
     assert [crowd.note(0.8) for _ in range(4)] == [False, False, False, True]
-    assert crowd.note(0.1)  # less, but not gone
-    # What came before short waits does not count.
-    assert all(crowd.note(0.0) for _ in range(13))
-    assert not crowd.note(0.0)
 
 
-def test_a_short_pause_does_not_end_a_crowd():
-    crowd = Crowd()
-    assert [crowd.note(0.8) for _ in range(4)][-1]
-    for _ in range(5):
-        assert all(crowd.note(0.0) for _ in range(9))
-        assert all(crowd.note(0.15) for _ in range(5))
+def test_a_crowd_is_there_while_others_use_processors_whatever_threads_wait(clock):
+    crowd = Crowd(clock.others)
+    clock.part = 1.7
+    assert clock.looks(crowd, 0.8, 0.9)[-1]
+    assert all(clock.looks(crowd, 20.0, -0.2))
+    clock.part = 0.05
+    said = clock.looks(crowd, 2.2, 0.5)
+    # The second in which they ended counts as it was used.
+    assert said[0] and not said[-1]
+    assert not any(clock.looks(crowd, 5.0, 0.3))
 
 
-def test_a_stream_s_own_waits_do_not_keep_a_crowd():
-    """Of one stream and nobody else, short waits: now and then more than others would need."""
-    crowd = Crowd()
-    assert [crowd.note(0.8) for _ in range(4)][-1]
-    own = [0.15, -0.1, -0.05, 0.1, -0.08] * 6
-    assert not all(crowd.note(waited) for waited in own)
-    assert not crowd.here
+def test_where_others_use_is_not_known_waits_tell_again(clock):
+    crowd = Crowd(clock.others)
+    clock.part = None
+    assert clock.looks(crowd, 0.8, 0.9)[-1]
+    assert not all(clock.looks(crowd, 1.2, 0.9))
+    assert any(clock.looks(crowd, 1.0, 0.9))
 
 
 def test_the_kernel_counts_waits_of_threads_that_want_the_same_processor():
