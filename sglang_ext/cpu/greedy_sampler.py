@@ -24,19 +24,19 @@ def sample(
     **kwargs: Any,
 ) -> torch.Tensor:
     """`Sampler.forward`: int64[bs], where all requests are greedy and want their tokens alone."""
-    more = return_logprob or logprob_logits is not None or sampling_info.grammars
-    if more or not sampling_info.is_all_greedy or _wants_mask(sampling_info):
+    more = (
+        return_logprob
+        or logprob_logits is not None
+        or sampling_info.grammars
+        or sampling_info.sampling_mask_batch_indices is not None
+    )
+    if more or not sampling_info.is_all_greedy:
         return original(
             sampler, logits_output, sampling_info, return_logprob, *args,
             logprob_logits=logprob_logits, **kwargs,
         )  # fmt: skip
     logits = sampler._preprocess_logits(logits_output.next_token_logits, sampling_info)
     return likeliest_tokens(logits)
-
-
-def _wants_mask(sampling_info: Any) -> bool:
-    """Whether a request wants to know which tokens it was sampled from."""
-    return sampling_info.sampling_mask_batch_indices is not None
 
 
 def register() -> None:

@@ -28,13 +28,13 @@ from sglang_ext.cpu.lane_vectors import (
     FLOAT,
     FLOATS,
     HALVES,
-    I8,
     I16,
     I32,
     I64,
     LANES,
     LEVELS,
     WORDS,
+    ask_for,
     bytes_of,
     call,
     features_of,
@@ -232,16 +232,13 @@ class _Tile:
     def _ask_ahead(self, g):
         """Ask for weights that are needed soon."""
         builder = self.builder
-        kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(I8)] + [I32] * 3)
-        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         for address, step, size in (
             (self._ahead, self._step, self._bytes),
             (self._ahead_scales, I64(self._scale_bytes), self._scale_bytes),
         ):
             start = builder.add(address, builder.mul(g, step))
             for line in range(0, size, _LINE):
-                pointer = builder.inttoptr(builder.add(start, I64(line)), ir.PointerType(I8))
-                builder.call(prefetch, [pointer, I32(0), I32(3), I32(1)])
+                ask_for(builder, builder.add(start, I64(line)))
 
     def weights_at(self, place, part):
         """The part-th 64 bytes of a group's weights: <64 x i8>."""

@@ -1,4 +1,4 @@
-"""Vectors of 16 lanes in LLVM IR, for group_dots.py: types, and what is done with them.
+"""Vectors of 16 lanes in LLVM IR, for group_dots.py and vectors.py: types, what is done with them.
 
 Addresses are integers.
 """
@@ -31,6 +31,12 @@ def call(builder, name, result, *args):
 def multiply_add(builder, a, b, c):
     """a * b + c of FLOATS, rounded once where the processor has such an instruction."""
     return call(builder, f"llvm.fmuladd.v{LANES}f32", FLOATS, a, b, c)
+
+
+def ask_for(builder, address):
+    """Ask for the cache line there, which is needed soon; the address may be invalid."""
+    pointer = builder.inttoptr(address, ir.PointerType(I8))
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(3), I32(1))
 
 
 def load(builder, kind, address, offset, unit):

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import numba
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sglang_ext.servers.cpu_watch import others_seconds
@@ -81,7 +80,7 @@ class ShortWaits:
 
         def hold() -> None:
             torch.ones(_ENOUGH_FOR_A_TEAM).add_(1.0)
-            _start_numbas_team(np.zeros(numba.get_num_threads()))
+            _start_numbas_team()
             started.set()
             end.wait()
 
@@ -92,8 +91,9 @@ class ShortWaits:
 
 
 @numba.njit(parallel=True, nogil=True, cache=True)
-def _start_numbas_team(places: npt.NDArray[np.float64]) -> None:
+def _start_numbas_team() -> None:
     """Run something on all of numba's threads, a place for each."""
+    places = np.zeros(numba.get_num_threads())
     for i in numba.prange(len(places)):
         places[i] = 1.0
 
@@ -147,7 +147,7 @@ def watch_cores() -> threading.Event | None:
     mode = _configured_mode()
     if mode == "never" or torch.get_num_threads() < 2 or waited_seconds() is None:
         return None
-    _start_numbas_team(np.zeros(numba.get_num_threads()))  # compiled before it is needed
+    _start_numbas_team()  # compiled before it is needed
     waits = ShortWaits()
     if mode == "always":
         waits.set(True)

@@ -18,6 +18,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from sglang_ext.cpu.lane_vectors import ask_for
+
 LANES = 16
 
 _FLOAT = ir.FloatType()
@@ -45,7 +47,7 @@ def dot(typing_context, like, a, b, length):
 
     def generate(context, builder, signature, args):
         _, a, b, length = args
-        total = cgutils.alloca_once_value(builder, _zeros(_VECTOR))
+        total = cgutils.alloca_once_value(builder, _all_floats(0.0))
         with _for_whole(builder, length) as start:
             here = _load(builder, _VECTOR, a, start, half)
             there = _load(builder, _VECTOR, b, start)
@@ -77,7 +79,7 @@ def dots(typing_context, like, rows, columns, length, to, stride, scale):
         _, rows, columns, length, to, stride, scale = args
         rows, columns = _taken_apart(builder, rows), _taken_apart(builder, columns)
         pairs = [(row, column) for column in columns for row in rows]
-        totals = [cgutils.alloca_once_value(builder, _zeros(_VECTOR)) for _ in pairs]
+        totals = [cgutils.alloca_once_value(builder, _all_floats(0.0)) for _ in pairs]
         with _for_whole(builder, length) as start:
             there = {column: _load(builder, _VECTOR, column, start) for column in columns}
             here = {row: _load(builder, _VECTOR, row, start, half) for row in rows}
@@ -146,7 +148,7 @@ def add_slots(typing_context, like, to, length, weights, stride, start, step, sl
                 ahead = row_at(builder.select(inside, further, last))
                 row = row_at(i)
                 for d in places:
-                    _ask_for(builder, ahead, d, 2 if half else 4)
+                    ask_for(builder, builder.add(ahead, builder.mul(d, _INDEX(2 if half else 4))))
                 loaded = [_load(builder, kind, row, d, half) for d in places]
                 for sums_of, address in zip(sums, own, strict=True):
                     weight = _load(builder, _FLOAT, address, i)
@@ -185,18 +187,17 @@ def exponentials(typing_context, address, length, top):
         address, length, top = args
         top = _splat(builder, top)
 
-        def all_of(number):
-            return ir.Constant(_VECTOR, [number] * LANES)
-
         with _loop(builder, _INDEX(0), length, LANES) as d:
             x = builder.fsub(_load(builder, _VECTOR, address, d), top)
-            y = builder.fmul(x, all_of(_LOG2E))
-            y = builder.select(builder.fcmp_ordered(">", y, all_of(_LOWEST)), y, all_of(_LOWEST))
-            whole = builder.fsub(builder.fadd(y, all_of(_ROUND)), all_of(_ROUND))
+            y = builder.fmul(x, _all_floats(_LOG2E))
+            y = builder.select(
+                builder.fcmp_ordered(">", y, _all_floats(_LOWEST)), y, _all_floats(_LOWEST)
+            )
+            whole = builder.fsub(builder.fadd(y, _all_floats(_ROUND)), _all_floats(_ROUND))
             rest = builder.fsub(y, whole)
-            power = all_of(_EXP2[0])
+            power = _all_floats(_EXP2[0])
             for coefficient in _EXP2[1:]:
-                power = _multiply_add(builder, power, rest, all_of(coefficient))
+                power = _multiply_add(builder, power, rest, _all_floats(coefficient))
             exponent = builder.add(builder.fptosi(whole, _as(_INT, _VECTOR)), _all(_VECTOR, 127))
             scale = builder.bitcast(builder.shl(exponent, _all(_VECTOR, 23)), _VECTOR)
             place = _at(builder, _VECTOR, address, d)
@@ -252,7 +253,7 @@ def total(typing_context, address, length):
 
     def generate(context, builder, signature, args):
         address, length = args
-        return _reduced(builder, address, length, _zeros(_VECTOR), builder.fadd)
+        return _reduced(builder, address, length, _all_floats(0.0), builder.fadd)
 
     return types.float32(types.uintp, types.intp), generate
 
@@ -266,19 +267,10 @@ def prefetch(typing_context, like, address, length):
         _, address, length = args
         step = _INDEX(_LINE // size)
         with cgutils.for_range_slice(builder, _INDEX(0), length, step) as (d, _):
-            _ask_for(builder, address, d, size)
+            ask_for(builder, builder.add(address, builder.mul(d, _INDEX(size))))
         return context.get_dummy_value()
 
     return types.void(like, types.uintp, types.intp), generate
-
-
-def _ask_for(builder, address, d, size):
-    """Ask for the cache line of the number there, of so many bytes."""
-    pointer = ir.PointerType(ir.IntType(8))
-    kind = ir.FunctionType(ir.VoidType(), [pointer] + [ir.IntType(32)] * 3)
-    call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    line = builder.bitcast(_at(builder, _FLOAT, address, d, size), pointer)
-    builder.call(call, [line, *(ir.IntType(32)(n) for n in (0, 3, 1))])
 
 
 def _for_whole(builder, length):
@@ -309,8 +301,8 @@ def _variable(builder, value):
     return place
 
 
-def _zeros(kind):
-    return ir.Constant(kind, [0.0] * LANES)
+def _all_floats(number):
+    return ir.Constant(_VECTOR, [number] * LANES)
 
 
 def _is_half(like):
@@ -378,7 +370,7 @@ def _taken_apart(builder, tupled):
 
 def _side_by_side(builder, numbers):
     """Numbers as the first lanes of a vector; zeros follow."""
-    vector = _zeros(_VECTOR)
+    vector = _all_floats(0.0)
     for i, number in enumerate(numbers):
         vector = builder.insert_element(vector, number, _INT(i))
     return vector

@@ -36,16 +36,25 @@ class CpuUse:
     stolen: float
     own: float
 
+    @property
+    def foreign(self) -> float:
+        """Seconds that other programs used."""
+        return self.busy - self.own
+
     @classmethod
-    def now(cls) -> "CpuUse | None":
-        """None where the kernel does not say."""
+    def now(cls, family: psutil.Process | None = None) -> "CpuUse | None":
+        """None where the kernel does not say.
+
+        Args:
+            family: the process that is ours, with those below it; None: this one.
+        """
         processors = os.sched_getaffinity(0)
         try:
             with open(_STAT, encoding="ascii") as file:
                 busy, stolen = processor_seconds(file.read(), processors)
         except (OSError, ValueError, IndexError):
             return None
-        return cls(time.monotonic() * len(processors), busy, stolen, family_seconds())
+        return cls(time.monotonic() * len(processors), busy, stolen, family_seconds(family))
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,7 @@ class CpuWatch:
             return
         self._clock += after.clock - before.clock
         self._stolen += after.stolen - before.stolen
-        self._foreign += (after.busy - before.busy) - (after.own - before.own)
+        self._foreign += after.foreign - before.foreign
 
     @property
     def shares(self) -> Shares | None:
@@ -135,14 +144,13 @@ def others_seconds() -> float | None:
     all below it. None where the kernel does not say.
     """
     try:
-        with open(_STAT, encoding="ascii") as file:
-            busy, _ = processor_seconds(file.read(), os.sched_getaffinity(0))
         own = psutil.Process()
         while (above := own.parent()) is not None and os.getpgid(above.pid) == os.getpgid(0):
             own = above
-        return busy - family_seconds(own)
-    except (OSError, ValueError, IndexError, psutil.Error):
+    except (OSError, psutil.Error):
         return None
+    use = CpuUse.now(own)
+    return None if use is None else use.foreign
 
 
 def family_seconds(own: psutil.Process | None = None) -> float:
