@@ -382,7 +382,7 @@ def stand_ins(watch: Watch) -> Iterator[None]:
             (prefill, "_use_here", lambda *_: None),
             (prefill.LogitsMetadata, "from_forward_batch", copy.copy),
             (verify_batch, "prepare_mamba_track_for_verify", lambda _: None),
-            (verify_batch, "commit_mamba_states_after_verify", lambda *_: None),
+            (verify_batch, "mambaish_config", lambda _: None),
             (verify_batch, "move_accept_tokens_to_target_kvcache", lambda *_: None),
         ]:
             stack.enter_context(mock.patch.object(target, name, value))

@@ -24,12 +24,22 @@ def make_folder() -> None:
     if FOLDER_VARIABLE in os.environ:
         return
     base = Path(tempfile.gettempdir())
-    for old in base.glob(f"{_PREFIX}*"):  # of servers that were killed
-        pid = old.name.removeprefix(_PREFIX).partition("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)) and old.stat().st_uid == os.getuid():
+    for old in base.glob(f"{_PREFIX}*"):
+        if _is_left_behind(old):
             shutil.rmtree(old, ignore_errors=True)
     # Short: a Unix socket's path has room for some 100 bytes.
     os.environ[FOLDER_VARIABLE] = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base)
+
+
+def _is_left_behind(old: Path) -> bool:
+    """Whether it is the folder of a server of this user that was killed."""
+    pid = old.name.removeprefix(_PREFIX).partition("-")[0]
+    if not pid.isdigit() or psutil.pid_exists(int(pid)):
+        return False
+    try:
+        return old.stat().st_uid == os.getuid()
+    except FileNotFoundError:  # another server that starts was quicker
+        return False
 
 
 def folder() -> Path:
