@@ -118,6 +118,7 @@ def _by_size(most: int) -> Callable[..., Any]:
     multiply_4, multiply_8 = multiplier(4, most), multiplier(8, most)
 
     @numba.njit(nogil=True)
+    @_of_size(most)
     def multiply(
         size, bits, levels, scales, corrections, weights, own, groups, ahead, to, stride
     ):  # fmt: skip
@@ -131,6 +132,7 @@ def _by_size(most: int) -> Callable[..., Any]:
     fewer = _by_size(most - 1)
 
     @numba.njit(nogil=True)
+    @_of_size(most)
     def multiply_tile(
         size, bits, levels, scales, corrections, weights, own, groups, ahead, to, stride
     ):  # fmt: skip
@@ -144,3 +146,18 @@ def _by_size(most: int) -> Callable[..., Any]:
             )  # fmt: skip
 
     return multiply_tile
+
+
+def _of_size(most: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: a function of `most` rows gets a name that says so.
+
+    numba names compiled code by a function's qualified name and a count of the process. Of two
+    functions of one name, compiled by two processes and loaded from their caches by a third, one
+    may be called for the other.
+    """
+
+    def named(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.__qualname__ += f"_{most}"
+        return function
+
+    return named
