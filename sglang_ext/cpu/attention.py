@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang_ext.cpu.attention_kernel import attend
 from sglang_ext.cpu.fused_layers import fuse_layers
 from sglang_ext.cpu.heap_trim import give_back
-from sglang_ext.cpu.shared_cores import watch_cores
+from sglang_ext.cpu.shared_cores import is_crowded, watch_cores
 from sglang_ext.whisper.cross_attention import FrameReader
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ _KV_KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 # Query-key pairs (over all heads) below which waking other threads costs more than it saves: a pair
 # takes 4 to 15 ns, and threads that have just computed a layer's product are still awake.
 _PARALLEL_FROM = 1_000
+# And where others want the cores: those threads sleep.
+_PARALLEL_FROM_IN_A_CROWD = 10_000
 
 
 @dataclass(frozen=True)
@@ -259,8 +261,12 @@ class TreeAttentionBackend(AttentionBackend):
             slots.extra_count,
             np.float32(layer.scaling),
             np.float32(layer.logit_cap or 0.0),
-            self._threads if slots.pairs * layer.tp_q_head_num >= _PARALLEL_FROM else 1,
+            self._threads_for(slots.pairs * layer.tp_q_head_num),
         )
+
+    def _threads_for(self, pairs: int) -> int:
+        enough = _PARALLEL_FROM_IN_A_CROWD if is_crowded() else _PARALLEL_FROM
+        return self._threads if pairs >= enough else 1
 
     def tokens_of(self, layer: "RadixAttention", batch: "ForwardBatch") -> int:
         """How many query tokens a pass has; -1: it is none of requests."""

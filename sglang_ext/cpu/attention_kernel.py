@@ -247,6 +247,42 @@ def _tasks(begins, rows, turns, together, threads):
     return tasks[:count]
 
 
+@numba.njit(nogil=True)
+def _attend_tasks(
+    q, k, v, out, table, rows, starts, counts, extra, extra_starts, extra_counts,
+    scale, soft_cap, begins, longest, most, together, tasks, thread, threads,
+):  # fmt: skip
+    """Every `threads`-th of the tasks, from the thread-th on."""
+    group = q.shape[1] // k.shape[1]
+    slots = np.empty(longest, np.int64)
+    further = np.empty((LANES, most), np.int64)
+    further_counts = np.empty(LANES, np.int64)
+    scores = np.empty((LANES + _AT_ONCE, longest + LANES), np.float32)
+    queries = np.empty(LANES + _AT_ONCE, np.uintp)
+    outs = np.empty(LANES + _AT_ONCE, np.uintp)
+    totals, spare = np.empty(LANES, np.float32), np.empty(out.shape[2], np.float32)
+    for task in range(thread, len(tasks), threads):
+        block, head = tasks[task, 0], tasks[task, 1]
+        begin, lanes = tasks[task, 2], tasks[task, 3]
+        first, last = begins[block], begins[block + 1]
+        n = counts[first]
+        for i in range(n):
+            slots[i] = table[rows[first], starts[first] + i]
+        for t in range(first, last):
+            own = further[t - first]
+            behind = counts[t] - n
+            for i in range(behind):
+                own[i] = table[rows[t], starts[t] + n + i]
+            for i in range(extra_counts[t]):
+                own[behind + i] = extra[extra_starts[t] + i]
+            further_counts[t - first] = behind + extra_counts[t]
+        _attend_lanes(
+            q, k, v, out, first, begin, lanes, head, together, head // group,
+            slots, n, further, further_counts, scale, soft_cap,
+            scores, queries, outs, totals, spare,
+        )  # fmt: skip
+
+
 @numba.njit(parallel=True, nogil=True, cache=True)
 def _attend(
     q, k, v, out, table, rows, starts, counts, extra, extra_starts, extra_counts,
@@ -260,34 +296,17 @@ def _attend(
         together -= 1
     begins, longest, most = _blocks(rows, starts, counts, extra_counts, together)
     tasks = _tasks(begins, rows, heads // together, together, threads)
+    if threads == 1:  # a parallel loop wakes every thread
+        _attend_tasks(
+            q, k, v, out, table, rows, starts, counts, extra, extra_starts, extra_counts,
+            scale, soft_cap, begins, longest, most, together, tasks, 0, 1,
+        )  # fmt: skip
+        return
     for thread in numba.prange(threads):
-        slots = np.empty(longest, np.int64)
-        further = np.empty((LANES, most), np.int64)
-        further_counts = np.empty(LANES, np.int64)
-        scores = np.empty((LANES + _AT_ONCE, longest + LANES), np.float32)
-        queries = np.empty(LANES + _AT_ONCE, np.uintp)
-        outs = np.empty(LANES + _AT_ONCE, np.uintp)
-        totals, spare = np.empty(LANES, np.float32), np.empty(out.shape[2], np.float32)
-        for task in range(thread, len(tasks), threads):
-            block, head = tasks[task, 0], tasks[task, 1]
-            begin, lanes = tasks[task, 2], tasks[task, 3]
-            first, last = begins[block], begins[block + 1]
-            n = counts[first]
-            for i in range(n):
-                slots[i] = table[rows[first], starts[first] + i]
-            for t in range(first, last):
-                own = further[t - first]
-                behind = counts[t] - n
-                for i in range(behind):
-                    own[i] = table[rows[t], starts[t] + n + i]
-                for i in range(extra_counts[t]):
-                    own[behind + i] = extra[extra_starts[t] + i]
-                further_counts[t - first] = behind + extra_counts[t]
-            _attend_lanes(
-                q, k, v, out, first, begin, lanes, head, together, head // group,
-                slots, n, further, further_counts, scale, soft_cap,
-                scores, queries, outs, totals, spare,
-            )  # fmt: skip
+        _attend_tasks(
+            q, k, v, out, table, rows, starts, counts, extra, extra_starts, extra_counts,
+            scale, soft_cap, begins, longest, most, together, tasks, thread, threads,
+        )  # fmt: skip
 
 
 def attend(

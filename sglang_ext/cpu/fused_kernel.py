@@ -115,9 +115,21 @@ def _add_rows(x, more, bias, out, first, last):
 
 
 @numba.njit(parallel=True, nogil=True)
+def _small_product(bits, rows, weights, out, threads):
+    """All of `_multiply`, shared by threads; by one alone nobody is woken."""
+    blocks = weights[0].shape[0]
+    if threads == 1:
+        _multiply(bits, rows, weights, out, 0, blocks)
+        return
+    for thread in numba.prange(threads):
+        first, last = blocks * thread // threads, blocks * (thread + 1) // threads
+        _multiply(bits, rows, weights, out, first, last)
+
+
+@numba.njit(parallel=True, nogil=True)
 def _project(
     bits, x, norm, epsilon, weights, factor, bias, positions, cos_sin, halves,
-    queries, keys, values, slots, rows, made, threads,
+    queries, keys, values, slots, rows, made, threads, small_threads,
 ):  # fmt: skip
     """A layer's input to its queries, and to keys and values in the KV pool.
 
@@ -131,9 +143,10 @@ def _project(
         keys, values: [S, KH, D], the layer's KV pool (attention_kernel.py); slots [T] int64 are
             written.
         rows, made: written: the rows in 8 bits, and what the projection makes of them.
-        threads: how many share the work; the result does not depend on it.
+        threads, small_threads: how many share the work, and the product; the result does not
+            depend on it.
     """
-    count, blocks = x.shape[0], weights[0].shape[0]
+    count = x.shape[0]
     many = count >= _MANY_ROWS
     if many:
         for thread in numba.prange(threads):
@@ -141,9 +154,7 @@ def _project(
             _norm_rows(x, norm, epsilon, bits, factor, rows, first, last)
     else:
         _norm_rows(x, norm, epsilon, bits, factor, rows, 0, count)
-    for thread in numba.prange(threads):
-        first, last = blocks * thread // threads, blocks * (thread + 1) // threads
-        _multiply(bits, rows, weights, made, first, last)
+    _small_product(bits, rows, weights, made, small_threads)
     if many:
         for thread in numba.prange(threads):
             first, last = count * thread // threads, count * (thread + 1) // threads
@@ -157,7 +168,7 @@ def _project(
 @numba.njit(parallel=True, nogil=True)
 def _complete(
     bits, attended, x, o_weights, o_factor, o_bias, norm, epsilon,
-    up_weights, up_factor, down_weights, down_factor, out, room, threads,
+    up_weights, up_factor, down_weights, down_factor, out, room, threads, small_threads,
 ):  # fmt: skip
     """From the attention's output to the layer's: output projection, norm and gated MLP.
 
@@ -169,9 +180,10 @@ def _complete(
         norm: [K] float32; epsilon: the RMS norm before the MLP.
         out: [T, K] float32, written: x and what attention and MLP add to it.
         room: written: rows in 8 bits for each product, gate and up, and what products add to x.
-        threads: how many share the work; the result does not depend on it.
+        threads, small_threads: how many share the work, and the output projection; the result
+            does not depend on it.
     """
-    count, blocks = x.shape[0], o_weights[0].shape[0]
+    count = x.shape[0]
     rows, rows_up, rows_down, made, added = room
     many = count >= _MANY_ROWS
     if many:
@@ -180,10 +192,7 @@ def _complete(
             _quantize_rows(attended, bits, o_factor, rows, first, last)
     else:
         _quantize_rows(attended, bits, o_factor, rows, 0, count)
-    for thread in numba.prange(threads):
-        first, last = blocks * thread // threads, blocks * (thread + 1) // threads
-        _multiply(bits, rows, o_weights, added, first, last)
-
+    _small_product(bits, rows, o_weights, added, small_threads)
     if many:
         for thread in numba.prange(threads):
             first, last = count * thread // threads, count * (thread + 1) // threads
@@ -252,7 +261,7 @@ def run_layers(
     x, out, layers, numbers, bits, heads, kv_heads, size, pools, pool_slots, like,
     positions, cos_sin, halves, slots, norm, epsilon, normed,
     table, rows, starts, counts, extra, extra_starts, extra_counts, scale, soft_cap,
-    attention_threads, threads,
+    attention_threads, threads, small_threads,
 ):  # fmt: skip
     """Layers one after the other, and the final norm behind them where there is one.
 
@@ -270,6 +279,8 @@ def run_layers(
         norm: [K] float32, or empty; epsilon: its; normed: [T, K] float32, written where there is.
         table, ..., attention_threads: what each token sees, and how (attention_kernel.py).
         threads: how many share the work; the result does not depend on it.
+        small_threads: how many share the projections around the attention: 1 where it costs more to
+            wake others.
     """
     count, columns = x.shape
     queries = np.empty((count, heads, size), np.float32)
@@ -289,6 +300,7 @@ def run_layers(
             _weights(bits, own[QKV:]), number[QKV_FACTOR],
             _floats(own[QKV_BIAS], own[QKV_BIAS + 1]),
             positions, cos_sin, halves, queries, keys, values, slots, rows_qkv, made_qkv, threads,
+            small_threads,
         )  # fmt: skip
         _attend(
             queries, keys, values, attended, table, rows, starts, counts,
@@ -300,7 +312,7 @@ def run_layers(
             _floats(own[OUT_BIAS], own[OUT_BIAS + 1]),
             _floats(own[SECOND_NORM], columns), number[SECOND_EPSILON],
             _weights(bits, own[UP:]), number[UP_FACTOR],
-            _weights(bits, own[DOWN:]), number[DOWN_FACTOR], out, room, threads,
+            _weights(bits, own[DOWN:]), number[DOWN_FACTOR], out, room, threads, small_threads,
         )  # fmt: skip
         here = out
     if norm.size:

@@ -10,6 +10,7 @@ The residual stream goes from layer to layer as the hidden states, whole: SGLang
 """
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,9 +20,12 @@ import numpy as np
 import torch
 
 from sglang_ext.cpu import fused_kernel as kernel
+from sglang_ext.cpu.group_dots import GROUP
 from sglang_ext.cpu.group_weights import GroupWeight
+from sglang_ext.cpu.lane_vectors import LANES
 from sglang_ext.cpu.linear import PackedLinearMethod, weights_version
 from sglang_ext.cpu.rotary import covers
+from sglang_ext.cpu.shared_cores import is_crowded
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -32,6 +36,9 @@ VARIABLE = "SGLANG_EXT_CPU_FUSED_LAYERS"
 _MODELS = {"LlamaModel": "LlamaDecoderLayer", "Qwen2Model": "Qwen2DecoderLayer"}
 _LINEAR = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 _NO_FLOATS = np.empty(0, np.float32)
+# In a crowd, what takes a thread alone less than waking another: products of so few rows with
+# weights of so many numbers, some 40 us.
+_FEW_ROWS, _SMALL_WEIGHT = 16, 1 << 20
 
 
 class Attention(Protocol):
@@ -95,6 +102,10 @@ class FusedDecoder:
         self._bits = products[0][0].bits
         self._heads, self._kv_heads = own.num_heads, own.num_kv_heads
         self._size = own.head_dim
+        self._has_small_projections = all(
+            math.prod(weight.levels.shape[:2]) * LANES * GROUP <= _SMALL_WEIGHT
+            for weight in products[0][:2]
+        )
         self._cos_sin = own.rotary_emb.cos_sin_cache.numpy()
         self._halves = bool(own.rotary_emb.is_neox_style)
         self._norm = decoder.norm.weight.detach().numpy()
@@ -230,8 +241,14 @@ class FusedDecoder:
             self._cos_sin, self._halves, batch.out_cache_loc.numpy(),
             self._norm if normed else _NO_FLOATS, self._epsilon, behind.numpy(),
             *backend.attention_arguments(attention, batch), self._threads,
+            self._small_threads(len(out)),
         )  # fmt: skip
         return behind
+
+    def _small_threads(self, rows: int) -> int:
+        """How many share the projections around the attention."""
+        alone = is_crowded() and rows <= _FEW_ROWS and self._has_small_projections
+        return 1 if alone else self._threads
 
     def _find_pools(self) -> None:
         """Where the layers' keys and values are, unless that is known."""

@@ -46,6 +46,12 @@ _IDLE = 0.1
 # Elements above which torch's element-wise kernels start a team (at::internal::GRAIN_SIZE: 32,768).
 _ENOUGH_FOR_A_TEAM = 1 << 18
 _MOST_HOLDERS = 16
+_crowded = threading.Event()
+
+
+def is_crowded() -> bool:
+    """Whether this process's waits are short: at barriers its threads sleep, and wake late."""
+    return _crowded.is_set()
 
 
 class ShortWaits:
@@ -66,9 +72,11 @@ class ShortWaits:
             return
         self.on = on
         if on:
+            _crowded.set()
             self._end = threading.Event()
             self._holders = [self._held_team() for _ in range(_holders_needed())]
             return
+        _crowded.clear()
         self._end.set()
         for holder in self._holders:
             holder.join()

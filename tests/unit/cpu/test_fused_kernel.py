@@ -88,7 +88,9 @@ class Pass:
         return part
 
 
-def run(made: list[Layer], tokens: Pass, norm: np.ndarray, threads: int = 2) -> tuple:
+def run(
+    made: list[Layer], tokens: Pass, norm: np.ndarray, threads: int = 2, small_threads: int = 2
+) -> tuple:
     """The residual stream behind the layers, and what the final norm makes of it."""
     count = len(made)
     addresses, numbers = np.empty((count, ADDRESSES), np.int64), np.empty((count, 6), np.float32)
@@ -108,7 +110,7 @@ def run(made: list[Layer], tokens: Pass, norm: np.ndarray, threads: int = 2) -> 
     run_layers(
         tokens.x, out, addresses, numbers, made[0].weights[0].bits, HEADS, KV_HEADS, SIZE, pools,
         SLOTS, made[0].keys[:0], tokens.positions, tokens.cos_sin, True, tokens.slots, norm,
-        np.float32(EPSILON), normed, *tokens.seen(), threads, threads,
+        np.float32(EPSILON), normed, *tokens.seen(), threads, threads, small_threads,
     )  # fmt: skip
     return out, normed
 
@@ -176,7 +178,9 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(bits, kept):
 
 def test_results_do_not_depend_on_threads():
     made, tokens = layers(4, with_biases=False), inputs(33)
-    np.testing.assert_array_equal(run(made, tokens, NORM, 1)[0], run(made, tokens, NORM, 2)[0])
+    alone = run(made, tokens, NORM, 1, 1)[0]
+    np.testing.assert_array_equal(alone, run(made, tokens, NORM, 2, 2)[0])
+    np.testing.assert_array_equal(alone, run(made, tokens, NORM, 2, 1)[0])
 
 
 def test_layers_can_be_run_one_by_one():

@@ -175,11 +175,22 @@ def test_waits_follow_the_crowd(waits, monkeypatch):
         return total[0]
 
     monkeypatch.setattr(shared_cores, "waited_seconds", waited)
+    # Other programs end when the waits do: those of this machine go on.
+    used = [0.0]
+
+    def others():
+        used[0] += step[0]
+        return used[0]
+
+    monkeypatch.setattr(shared_cores, "Crowd", lambda: Crowd(others))
+    assert not shared_cores.is_crowded()
     end = watch_cores()
     try:
         eventually(lambda: waits[0].on, 60, "waits are short in a crowd")
+        assert shared_cores.is_crowded()
         step[0] = 0.0
         eventually(lambda: not waits[0].on, 60, "waits are as they are set without one")
+        assert not shared_cores.is_crowded()
     finally:
         end.set()
 
