@@ -24,9 +24,9 @@ def base(tmp_path, monkeypatch):
 
 def of_one_that_ended(base: Path) -> Path:
     """The folder of a process that is no more."""
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    left = base / f"sglang-ext-{ended.pid}-left"
+    print_pid = [sys.executable, "-c", "import os; print(os.getpid())"]
+    ended = subprocess.run(print_pid, capture_output=True, text=True, check=True)
+    left = base / f"sglang-ext-{int(ended.stdout)}-left"
     left.mkdir()
     return left
 
