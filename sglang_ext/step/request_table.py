@@ -173,7 +173,8 @@ class RequestTable:
 
         Args:
             pays: whether a drafter that drafts in prefills is to draft for so many requests, which
-                else go on without one. Asked of those whose budget and drafter nobody has fixed.
+                else go on without one. Asked of those whose budget and drafter nobody has fixed,
+                and not of a drafter that biases.
 
         Returns:
             how many requests each drafter was told of.
@@ -202,7 +203,10 @@ class RequestTable:
     ) -> list[RunningRequest]:
         """Those that keep their drafter; see `prefill`."""
         free = [r for r in requests if not r.fixed_budget and r.tally is None]
-        if not free or not drafter.drafts_in_prefill or pays(drafter, len(requests)):
+        if not free or not drafter.drafts_in_prefill:
+            return requests
+        # What a bias has written must not depend on what pays.
+        if drafter.biases or pays(drafter, len(requests)):
             return requests
         for request in free:
             request.drafter = None

@@ -220,6 +220,20 @@ def test_prompts_are_drafted_for_where_the_tokens_save_more_than_that_takes(step
     assert other.drafter is not None
 
 
+def test_what_is_biased_does_not_depend_on_what_prompts_drafts_save():
+    class Both(Foreseeing):
+        def bias(self, request):
+            return Bias([7], 0.2)
+
+    plan = planner(budget="auto", a=Both(TokenTree.chain([5, 6, 7])))
+    plan.cost.observe(1, 1e-12)
+    for i in range(6):
+        reqs = [request(f"r{i}", [])]
+        plan.prefill(reqs)
+        plan.foreseen(reqs, plan.foresee(reqs), [[9]])
+        assert plan.biases_in_prefill(reqs) == [Bias([7], 0.2)]
+
+
 @pytest.mark.parametrize("chain", [RuntimeError("broken"), TokenTree.chain([99])])
 def test_a_drafter_that_cannot_foresee_costs_nothing(chain, caplog):
     plan = planner(a=Foreseeing(chain))
