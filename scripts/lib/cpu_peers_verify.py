@@ -47,7 +47,7 @@ def verify_figures(options: argparse.Namespace) -> dict[str, float]:
         ]  # fmt: skip
         with Server(options.model, [*flags, *more], name="verify") as server:
             step_s, width = step_seconds(server, prompts)
-    linear_s = linear_seconds(resolve(options.model))
+    linear_s = linear_seconds(resolve(options.model), options.llm_weights or "fp32")
     context = int(np.mean([len(p.input_ids) for p in prompts])) + _TOKENS // 2
     attention_s = attention_seconds(resolve(options.model), context)
     return {
@@ -93,9 +93,15 @@ def step_seconds(server: Server, prompts: Sequence[Prompt]) -> tuple[float, floa
     return mean("verify_seconds_total", "verify_steps_total"), width
 
 
-def linear_seconds(model_path: str) -> float:
-    """What the linear layers took for NODES tokens, as the server has just measured them."""
-    return float(forward_costs(model_path)[-1]["seconds"][str(NODES)])
+def linear_seconds(model_path: str, weights: str) -> float:
+    """What linear layers of this form took for NODES tokens, as a server measured them here."""
+    own = [
+        costs["seconds"][str(NODES)]
+        for costs in forward_costs(model_path)
+        if costs["for"].get("weights", "fp32") == weights
+        and costs["for"]["threads"] == usable_cores()
+    ]
+    return float(own[-1])
 
 
 def attention_seconds(model_path: str, context: int) -> float:

@@ -5,13 +5,20 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scripts import bench_cpu_peers, check_lossless
 from scripts.bench_shared_cores import Run
 from scripts.bench_shared_cores import figures_of as shared_figures_of
-from scripts.lib import cpu_peers_common, cpu_peers_formats, peer_process, peer_weights
+from scripts.lib import (
+    cpu_peers_common,
+    cpu_peers_formats,
+    cpu_peers_verify,
+    peer_process,
+    peer_weights,
+)
 from scripts.lib.cpu_peers_asr import PEER, PLAIN, SPECASR, Column, per_audio_second, turned
 from scripts.lib.cpu_peers_asr import figures_of as asr_figures_of
 from scripts.lib.cpu_peers_common import Taken, UsageError, ratio_figures, weights_flags
@@ -24,6 +31,7 @@ from scripts.lib.cpu_peers_page import write_page
 from scripts.lib.cpu_peers_verify import attention_seconds
 from scripts.lib.peer_llama import Row, Sequences
 from scripts.lib.peer_process import PeerError, PeerProcess
+from sglang_ext.cpu.install import usable_cores
 from sglang_ext.options import Options
 
 ECHO = """
@@ -312,3 +320,18 @@ def test_mismatches_are_told_by_form(monkeypatch):
     found = cpu_peers_formats.lossless_part("int4")(options)
     assert found == {"mismatches_int4": 0, "prompts_int4": 100}
     assert asked[0][3] == "int4"
+
+
+def test_linear_layers_are_those_of_the_servers_weights(monkeypatch):
+    def costs(seconds: float, **known: Any) -> dict[str, Any]:
+        return {"for": {"threads": usable_cores(), **known}, "seconds": {"12": seconds}}
+
+    measured = [
+        costs(0.3, weights="int4"),
+        costs(0.2, weights="int4"),
+        costs(0.7, weights="int4", threads=usable_cores() + 1),
+        costs(0.9),
+    ]
+    monkeypatch.setattr(cpu_peers_verify, "forward_costs", lambda path: measured)
+    assert cpu_peers_verify.linear_seconds("/m", "int4") == 0.2
+    assert cpu_peers_verify.linear_seconds("/m", "fp32") == 0.9
