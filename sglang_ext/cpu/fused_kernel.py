@@ -115,7 +115,7 @@ def _add_rows(x, more, bias, out, first, last):
 
 
 @numba.njit(parallel=True, nogil=True)
-def _small_product(bits, rows, weights, out, threads):
+def _product(bits, rows, weights, out, threads):
     """All of `_multiply`, shared by threads; by one alone nobody is woken."""
     blocks = weights[0].shape[0]
     if threads == 1:
@@ -154,7 +154,7 @@ def _project(
             _norm_rows(x, norm, epsilon, bits, factor, rows, first, last)
     else:
         _norm_rows(x, norm, epsilon, bits, factor, rows, 0, count)
-    _small_product(bits, rows, weights, made, small_threads)
+    _product(bits, rows, weights, made, small_threads)
     if many:
         for thread in numba.prange(threads):
             first, last = count * thread // threads, count * (thread + 1) // threads
@@ -192,7 +192,7 @@ def _complete(
             _quantize_rows(attended, bits, o_factor, rows, first, last)
     else:
         _quantize_rows(attended, bits, o_factor, rows, 0, count)
-    _small_product(bits, rows, o_weights, added, small_threads)
+    _product(bits, rows, o_weights, added, small_threads)
     if many:
         for thread in numba.prange(threads):
             first, last = count * thread // threads, count * (thread + 1) // threads
@@ -211,10 +211,7 @@ def _complete(
         _multiply(bits, rows_up, up_weights, made, half + start, half + end)
         _gate_groups(made, size, bits, down_factor, rows_down, first, last)
 
-    blocks = down_weights[0].shape[0]
-    for thread in numba.prange(threads):
-        first, last = blocks * thread // threads, blocks * (thread + 1) // threads
-        _multiply(bits, rows_down, down_weights, added, first, last)
+    _product(bits, rows_down, down_weights, added, threads)
     nothing = np.empty(0, np.float32)
     if many:
         for thread in numba.prange(threads):
