@@ -8,7 +8,7 @@ instead of GOMP_SPINCOUNT (GCC's manual of libgomp, GOMP_SPINCOUNT). So while th
 have to wait for processors, which the kernel counts, and other programs use them, threads that hold
 a team of their own and do nothing are kept beside them: a team of torch's and one of numba's, which
 have a libgomp each (PyPI's numba asks for it by another name). How many threads a product runs on
-stays, and with it its bits.
+stays, and with it its bits. Where all processors are busy a team of two goes to one (one_core.py).
 """
 
 import contextlib
@@ -23,6 +23,7 @@ import numba
 import numpy as np
 import torch
 
+from sglang_ext.cpu.one_core import one_core
 from sglang_ext.servers.cpu_watch import others_seconds
 
 logger = logging.getLogger(__name__)
@@ -168,6 +169,7 @@ def watch_cores() -> threading.Event | None:
 
 def _watch(waits: ShortWaits, rest: Callable[[float], bool]) -> None:
     crowd, before, used = Crowd(), waited_seconds(), time.process_time()
+    core = one_core()
     while not rest(_LOOK_S):
         last, used = used, time.process_time()
         if used - last < _IDLE * _LOOK_S:
@@ -180,8 +182,12 @@ def _watch(waits: ShortWaits, rest: Callable[[float], bool]) -> None:
             if here != waits.on:
                 waits.set(here)
                 logger.debug("OpenMP waits are %s", "short" if here else "as they are set")
+            if core is not None:
+                core.look(here)
         before = now
     waits.set(False)
+    if core is not None:
+        core.look(False)
 
 
 def waited_seconds() -> float | None:
