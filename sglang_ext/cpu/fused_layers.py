@@ -309,8 +309,8 @@ def _is_known(layer: Any, model: str) -> bool:
         and attention.tp_q_head_num == own.num_heads
         # No other rank's part is to be added.
         and own.num_heads == own.total_num_heads
-        and getattr(mlp.gate_up_proj, "bias", None) is None
-        and getattr(mlp.down_proj, "bias", None) is None
+        and mlp.gate_up_proj.bias is None
+        and mlp.down_proj.bias is None
     )
 
 
@@ -350,10 +350,7 @@ def _is_plain_norm(norm: Any) -> bool:
 def _arrays(layer: Any) -> list[np.ndarray]:
     """A layer's norms and biases, float32; empty for none."""
     norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
-    biases = (
-        getattr(layer.self_attn.qkv_proj, "bias", None),
-        getattr(layer.self_attn.o_proj, "bias", None),
-    )
+    biases = (layer.self_attn.qkv_proj.bias, layer.self_attn.o_proj.bias)
     return [
         _NO_FLOATS if each is None else each.detach().contiguous().numpy()
         for each in (*norms, *biases)
