@@ -32,6 +32,9 @@ PLAIN, COLD, WARM = "plain", "sssd_cold", "sssd_warm"
 # Methods of `sglang-ext sweep` by our rows' names.
 OURS = {PLAIN: METHODS["ar"], COLD: METHODS["sssd-cold"], WARM: METHODS["sssd-live"]}
 BATCHES = (1, 8)
+# Prompts that an engine has before the next one's turn, where it is asked one by one: a host's
+# speed was seen to change by 40% within a minute.
+TURN = 2
 # Outputs have 48 tokens at least, unless the model ends them (half of the most, by chance).
 MOST_TOKENS = 96
 # llama-cpp-python's documentation recommends 2 where there is no GPU, and has 10 by default.
@@ -64,8 +67,9 @@ class Cell:
 
 
 Cells = dict[tuple[str, str, int], Cell]
-# Items and how many are in flight: what that took, and the outputs by the items' ids.
-Run = Callable[[Sequence[Item], int], tuple[Taken, dict[str, list[int]]]]
+# Items, how many are in flight, and the namespace that they are served in: what that took, and the
+# outputs by the items' ids.
+Run = Callable[[Sequence[Item], int, str], tuple[Taken, dict[str, list[int]]]]
 
 
 def llm_figures(options: argparse.Namespace) -> dict[str, float]:
@@ -109,8 +113,8 @@ def engines(
         served = [serve_before(servers["plain"], w, size.served) for w in workloads]
         servers["sssd"].add_corpus("peers", [text for texts in served for text in texts(model)])
         yield {
-            PEER: lambda items, rows: by_peer(peer, items, rows, ends),
-            LOOKUP: lambda items, rows: by_peer(lookup, items, rows, ends),
+            PEER: lambda items, rows, _: by_peer(peer, items, rows, ends),
+            LOOKUP: lambda items, rows, _: by_peer(lookup, items, rows, ends),
             **{name: partial(by_server, servers, name) for name in OURS},
         }
 
@@ -170,22 +174,24 @@ def by_peer(
 
 
 def by_server(
-    servers: Mapping[str, RunningServer], name: str, items: Sequence[Item], rows: int
+    servers: Mapping[str, RunningServer],
+    name: str,
+    items: Sequence[Item],
+    rows: int,
+    namespace: str,
 ) -> tuple[Taken, dict[str, list[int]]]:
-    """A run of one of our methods, from an empty prefix cache and a namespace of its own."""
+    """A run of one of our methods, from an empty prefix cache."""
     method = OURS[name]
     server = servers[method.server]
     params: dict[str, Any] = dict(method.params)
     if method.fresh_namespace:
-        params["namespace"] = f"peers-{uuid.uuid4().hex[:12]}"
+        params["namespace"] = namespace
     server.flush_cache()
     cpu, begin = server.cpu_seconds() or 0.0, time.perf_counter()
     outputs = answered(server, items, rows, params)
     seconds = time.perf_counter() - begin
     tokens = sum(map(len, outputs.values()))
     taken = Taken(seconds, (server.cpu_seconds() or 0.0) - cpu, tokens)
-    if method.fresh_namespace:
-        server.delete_namespace(params["namespace"])
     return taken, outputs
 
 
@@ -194,14 +200,14 @@ def measure(runs: Mapping[str, Run], workloads: Sequence[Workload], repeats: int
     cells: Cells = {}
     for run in runs.values():  # kernels and caches of each
         for rows in BATCHES:
-            run(workloads[0].measured[:rows], rows)
+            run(workloads[0].measured[:rows], rows, "peers-first")
     for repeat in range(repeats):
         for loaded in workloads:
             for rows in BATCHES:
                 # llama-cpp-python's lookup decodes one sequence.
                 names = [name for name in runs if rows == 1 or name != LOOKUP]
-                for name in turned(names, repeat):
-                    taken, outputs = runs[name](loaded.measured, rows)
+                found = in_turns({name: runs[name] for name in names}, loaded.measured, rows)
+                for name, (taken, outputs) in found.items():
                     cell = cells.setdefault((name, loaded.name, rows), Cell(outputs=outputs))
                     cell.taken.append(taken)
                     print(
@@ -210,6 +216,30 @@ def measure(runs: Mapping[str, Run], workloads: Sequence[Workload], repeats: int
                         flush=True,
                     )
     return cells
+
+
+def in_turns(
+    runs: Mapping[str, Run], items: Sequence[Item], rows: int
+) -> dict[str, tuple[Taken, dict[str, list[int]]]]:
+    """What all items took each engine, in one piece, and the outputs."""
+    size = TURN if rows == 1 else len(items)
+    # What a method learns of an item serves it for the next; of another method's, nothing does.
+    spaces = {name: f"peers-{uuid.uuid4().hex[:12]}" for name in runs}
+    taken: dict[str, list[Taken]] = {name: [] for name in runs}
+    outputs: dict[str, dict[str, list[int]]] = {name: {} for name in runs}
+    for turn, first in enumerate(range(0, len(items), size)):
+        for name in turned(list(runs), turn):
+            took, made = runs[name](items[first : first + size], rows, spaces[name])
+            taken[name].append(took)
+            outputs[name] |= made
+    return {name: (together(taken[name]), outputs[name]) for name in runs}
+
+
+def together(taken: Sequence[Taken]) -> Taken:
+    """What several pieces took, one after the other."""
+    return Taken(
+        sum(t.seconds for t in taken), sum(t.cpu_s for t in taken), sum(t.tokens for t in taken)
+    )
 
 
 def figures_of(cells: Cells) -> dict[str, float]:

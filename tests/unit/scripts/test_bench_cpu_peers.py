@@ -4,7 +4,9 @@ import argparse
 import dataclasses
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from scripts.lib.cpu_peers_asr import figures_of as asr_figures_of
 from scripts.lib.cpu_peers_common import Taken, UsageError, ratio_figures, weights_flags
 from scripts.lib.cpu_peers_formats import FORMS
 from scripts.lib.cpu_peers_limits import LIMITS, broken
-from scripts.lib.cpu_peers_llm import BATCHES, COLD, LOOKUP, WARM, WORKLOADS, Cell
+from scripts.lib.cpu_peers_llm import BATCHES, COLD, LOOKUP, TURN, WARM, WORKLOADS, Cell, in_turns
 from scripts.lib.cpu_peers_llm import PEER as LLAMA
 from scripts.lib.cpu_peers_llm import figures_of as llm_figures_of
 from scripts.lib.cpu_peers_page import write_page
@@ -155,6 +157,25 @@ def test_speculation_that_writes_something_else_is_counted():
 
 def test_engines_take_turns_at_being_first():
     assert [turned(["a", "b", "c"], turn)[0] for turn in range(4)] == ["a", "b", "c", "a"]
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, TURN), (8, 5)])
+def test_each_engine_has_all_items_a_few_at_a_time_in_a_namespace_of_its_own(rows, size):
+    items = [SimpleNamespace(id=f"item {number}") for number in range(5)]
+    seen = []
+
+    def run(name, items, in_flight, namespace):
+        seen.append((name, len(items), in_flight, namespace))
+        return Taken(2.0, 3.0, 4), {item.id: [len(seen)] for item in items}
+
+    found = in_turns({name: partial(run, name) for name in "ab"}, items, rows)
+    turns = -(-len(items) // size)
+    assert [name for name, *_ in seen] == list("abbaab")[: 2 * turns]
+    assert all(count <= size and in_flight == rows for _, count, in_flight, _ in seen)
+    assert len({(name, namespace) for name, *_, namespace in seen}) == 2
+    for taken, outputs in found.values():
+        assert taken == Taken(2.0 * turns, 3.0 * turns, 4 * turns)
+        assert list(outputs) == [item.id for item in items]
 
 
 def test_a_whispers_vocabulary_is_in_the_order_of_its_ids(tmp_path):
