@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_ext.cpu.bf16_kernel import product
+from sglang_ext.cpu.huge_pages import on_huge_pages
 from sglang_ext.cpu.lane_vectors import LANES
 
 
@@ -24,7 +25,7 @@ class Bf16Weight:
     def __init__(self, weight: torch.Tensor) -> None:
         self._rows, self._columns = weight.shape
         padded = F.pad(weight.detach(), (0, -self._columns % 2, 0, -self._rows % LANES))
-        self._pairs = _pack(padded.to(torch.bfloat16)).numpy()
+        self._pairs = on_huge_pages([_pack(padded.to(torch.bfloat16)).numpy()])
         self.nbytes = self._pairs.nbytes
         self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
 

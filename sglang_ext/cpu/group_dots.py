@@ -238,7 +238,7 @@ class _Tile:
         ):
             start = builder.add(address, builder.mul(g, step))
             for line in range(0, size, _LINE):
-                ask_for(builder, builder.add(start, I64(line)))
+                ask_for(builder, builder.add(start, I64(line)), near=2)
 
     def weights_at(self, place, part):
         """The part-th 64 bytes of a group's weights: <64 x i8>."""

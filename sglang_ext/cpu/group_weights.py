@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from sglang_ext.cpu.group_dots import GROUP
 from sglang_ext.cpu.group_kernel import product
+from sglang_ext.cpu.huge_pages import on_huge_pages
 from sglang_ext.cpu.lane_vectors import LANES
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,8 @@ class GroupWeight:
         self._rows, self._columns, self.bits = rows, columns, bits
         self.factor = _power_of_two(largest / _LARGEST_SCALE)
         parts = [_pack(part, bits, self.factor) for part in weight.detach().split(_PACKED_AT_ONCE)]
-        self.levels = torch.cat([levels for levels, _ in parts]).numpy()
-        self.scales = torch.cat([scales for _, scales in parts]).view(torch.uint16).numpy()
+        self.levels = on_huge_pages([levels.numpy() for levels, _ in parts])
+        self.scales = on_huge_pages([scales.view(torch.uint16).numpy() for _, scales in parts])
         self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
 
     @property

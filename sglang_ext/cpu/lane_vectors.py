@@ -33,10 +33,15 @@ def multiply_add(builder, a, b, c):
     return call(builder, f"llvm.fmuladd.v{LANES}f32", FLOATS, a, b, c)
 
 
-def ask_for(builder, address):
-    """Ask for the cache line there, which is needed soon; the address may be invalid."""
+def ask_for(builder, address, near=3):
+    """Ask for the cache line there, which is needed soon; the address may be invalid.
+
+    Args:
+        near: the level of the cache: 3 is the first, which waits for few lines at once; 2 the
+            second.
+    """
     pointer = builder.inttoptr(address, ir.PointerType(I8))
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(3), I32(1))
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(near), I32(1))
 
 
 def load(builder, kind, address, offset, unit):
