@@ -206,7 +206,8 @@ def measure(runs: Mapping[str, Run], workloads: Sequence[Workload], repeats: int
             for rows in BATCHES:
                 # llama-cpp-python's lookup decodes one sequence.
                 names = [name for name in runs if rows == 1 or name != LOOKUP]
-                found = in_turns({name: runs[name] for name in names}, loaded.measured, rows)
+                order = {name: runs[name] for name in turned(names, repeat)}
+                found = in_turns(order, loaded.measured, rows)
                 for name, (taken, outputs) in found.items():
                     cell = cells.setdefault((name, loaded.name, rows), Cell(outputs=outputs))
                     cell.taken.append(taken)

@@ -53,7 +53,7 @@ class ChannelWeight:
         scales = values.abs().amax(dim=1) / _LEVELS
         steps = torch.where(scales > 0, scales, 1.0)
         levels = (values / steps[:, None]).round_().clamp_(-_LEVELS, _LEVELS).to(torch.int8)
-        self._levels = torch.from_numpy(on_huge_pages([levels.T.contiguous().numpy()]))
+        self._levels = torch.from_numpy(on_huge_pages([levels.T.numpy()]))
         self._scales = scales.numpy()
         self._no_bias = torch.zeros(self._rows)
         self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)

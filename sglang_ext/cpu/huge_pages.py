@@ -1,8 +1,7 @@
 """Memory for packed weights, on huge pages where the system gives them on request.
 
 A pass reads all weights once. With pages of 4 KiB a processor looks an address up for every 4 KiB
-of them, in a virtual machine through two tables, and asks for nothing ahead meanwhile; with 2 MiB
-its own table of addresses holds them all.
+of them, in a virtual machine through two tables; with 2 MiB, far more seldom.
 """
 
 import contextlib

@@ -2,10 +2,8 @@
 
 At a barrier the threads of a team sleep and wake by turns, some hundred times a token. On
 processors that others keep busy too, each that wakes waits there until it is its turn; on the same
-one they hand it to each other. Of two threads on two processors is left, by the speed alone
-(scripts/bench_shared_cores.py), beside two busy processes 0.59 to 0.67 so, and 0.36 to 0.60 where
-the kernel places them; beside eight 0.42 to 0.54, and 0.03 to 0.53. Teams of more threads were not
-measured, and are left alone.
+one they hand it to each other (docs/cpu.md has figures). Teams of more threads were not measured,
+and are left alone.
 """
 
 import contextlib
@@ -18,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from sglang_ext.servers.cpu_watch import idle_seconds
+
 _TASKS = Path("/proc/self/task")
-_STAT = Path("/proc/stat")
-_IDLE, _IOWAIT = 4, 5  # columns of a cpuN line, proc(5)
 _TEAM = 2
 _PERIOD_S = 1.0
 # Part of a period that no processor may have been idle for the threads to be on one: beside less
@@ -87,19 +85,6 @@ def one_core() -> OneCore | None:
     """What is to be asked while the model runs; None where it is not known to be of use."""
     several = len(os.sched_getaffinity(0)) > 1 and idle_seconds() is not None
     return OneCore() if several and torch.get_num_threads() == _TEAM else None
-
-
-def idle_seconds() -> dict[int, float] | None:
-    """Seconds that each of the processors we may run on had nothing to do, since the start."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    found = {}
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in _STAT.read_text(encoding="ascii").splitlines():
-            name, *columns = line.split()
-            if name.startswith("cpu") and name != "cpu":
-                idle = int(columns[_IDLE - 1]) + int(columns[_IOWAIT - 1])
-                found[int(name.removeprefix("cpu"))] = idle / ticks
-    return found if os.sched_getaffinity(0) <= found.keys() else None
 
 
 def place_threads(processors: Collection[int]) -> None:

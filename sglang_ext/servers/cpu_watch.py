@@ -18,6 +18,7 @@ DISTURBED = 0.05
 _STAT = "/proc/stat"
 # Columns of a cpuN line that are work, proc(5): user, nice, system, irq, softirq; and steal.
 _WORK, _STEAL = (1, 2, 3, 6, 7), 8
+_IDLE = (4, 5)  # idle, iowait
 
 
 @dataclass(frozen=True)
@@ -128,13 +129,38 @@ def processor_seconds(stat: str, processors: set[int]) -> tuple[float, float]:
     Raises:
         ValueError, IndexError: it has another form.
     """
-    names = {f"cpu{number}" for number in processors}
-    rows = [line.split() for line in stat.splitlines() if line.split(" ", 1)[0] in names]
-    if len(rows) != len(names):
-        raise ValueError(f"{_STAT} has no line for each of {sorted(names)}")
+    rows = _rows(stat, processors).values()
     ticks = os.sysconf("SC_CLK_TCK")
     busy = sum(int(row[column]) for row in rows for column in _WORK)
     return busy / ticks, sum(int(row[_STEAL]) for row in rows) / ticks
+
+
+def idle_seconds() -> dict[int, float] | None:
+    """Seconds that each of the processors we may run on had nothing to do, since the start.
+
+    None where the kernel does not say.
+    """
+    try:
+        with open(_STAT, encoding="ascii") as file:
+            rows = _rows(file.read(), os.sched_getaffinity(0))
+        ticks = os.sysconf("SC_CLK_TCK")
+        return {one: sum(int(row[column]) for column in _IDLE) / ticks for one, row in rows.items()}
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _rows(stat: str, processors: set[int]) -> dict[int, list[str]]:
+    """The line of each of these processors, in columns, from the text of /proc/stat.
+
+    Raises:
+        ValueError: one has no line.
+    """
+    names = {f"cpu{number}": number for number in processors}
+    lines = (line.split() for line in stat.splitlines() if line.split(" ", 1)[0] in names)
+    rows = {names[columns[0]]: columns for columns in lines}
+    if len(rows) != len(names):
+        raise ValueError(f"{_STAT} has no line for each of {sorted(names)}")
+    return rows
 
 
 def others_seconds() -> float | None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang_ext.cpu import one_core as module
-from sglang_ext.cpu.one_core import OneCore, idle_seconds, one_core, place_threads
+from sglang_ext.cpu.one_core import OneCore, one_core, place_threads
 
 
 class Machine:
@@ -93,19 +93,6 @@ def test_only_a_team_of_two_with_room_for_two_is_asked_for(monkeypatch, threads,
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: set(range(processors)))
     monkeypatch.setattr(module, "idle_seconds", lambda: {0: 1.0, 1: 1.0})
     assert (one_core() is not None) == asked
-
-
-def test_idle_seconds_are_read(monkeypatch, tmp_path):
-    stat = tmp_path / "stat"
-    stat.write_text("cpu  9 9 9 9\ncpu0 1 2 3 400 50 6 7 8\ncpu1 1 2 3 500 0 6 7 8\nintr 5\n")
-    monkeypatch.setattr(module, "_STAT", stat)
-    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(module.os, "sysconf", lambda name: 100)
-    assert idle_seconds() == {0: 4.5, 1: 5.0}
-    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: {0, 2})
-    assert idle_seconds() is None
-    stat.write_text("cpu0 1 2\n")
-    assert idle_seconds() is None
 
 
 def test_pythons_other_threads_stay_where_they_are():

@@ -7,7 +7,14 @@ import time
 import pytest
 
 from sglang_ext.servers import cpu_watch, processes
-from sglang_ext.servers.cpu_watch import CpuUse, CpuWatch, Shares, family_seconds, processor_seconds
+from sglang_ext.servers.cpu_watch import (
+    CpuUse,
+    CpuWatch,
+    Shares,
+    family_seconds,
+    idle_seconds,
+    processor_seconds,
+)
 from tests.eventually import eventually
 
 # user nice system idle iowait irq softirq steal guest guest_nice, in ticks of 10 ms.
@@ -119,3 +126,16 @@ def test_only_processors_that_we_may_use_count(monkeypatch):
     now = CpuUse.now()
     assert now is not None
     assert now.clock == pytest.approx(time.monotonic(), abs=60)
+
+
+def test_idle_seconds_are_read(monkeypatch, tmp_path):
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  9 9 9 9\ncpu0 1 2 3 400 50 6 7 8\ncpu1 1 2 3 500 0 6 7 8\nintr 5\n")
+    monkeypatch.setattr(cpu_watch, "_STAT", str(stat))
+    monkeypatch.setattr(cpu_watch.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(cpu_watch.os, "sysconf", lambda name: 100)
+    assert idle_seconds() == {0: 4.5, 1: 5.0}
+    monkeypatch.setattr(cpu_watch.os, "sched_getaffinity", lambda pid: {0, 2})
+    assert idle_seconds() is None
+    stat.write_text("cpu0 1 2\n")
+    assert idle_seconds() is None
