@@ -13,6 +13,7 @@ stays, and with it its bits. Where all processors are busy a team of two goes to
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -119,8 +120,9 @@ class Crowd:
         self.here = False
         self._crowded_looks = 0
         self._others = others
-        self._since: float = 0.0
-        self._used: float | None = None
+        # Others that use little whenever, or while this process runs, want its processors no more;
+        # what they use in its pauses takes nothing from it.
+        self._use, self._use_while_running = _Use(), _Use()
 
     def note(self, waited: float) -> bool:
         """Whether others want them.
@@ -128,20 +130,61 @@ class Crowd:
         Args:
             waited: by this process's threads, by the time since the last look.
         """
-        now = time.monotonic()
-        if not self.here:
-            self._crowded_looks = self._crowded_looks + 1 if waited > _CROWDED else 0
-            self.here = self._crowded_looks >= _CROWDED_LOOKS
-            if self.here:
-                self._since, self._used = now, self._others()
-        elif now - self._since >= _FREE_S:
-            used = self._others()
-            if used is None or self._used is None:
-                self.here = False  # waits tell again
-            else:
-                self.here = used - self._used > _FREE * (now - self._since)
-            self._since, self._used, self._crowded_looks = now, used, 0
+        if self.here:
+            self.here = not self._are_gone()
+            return self.here
+        self._crowded_looks = self._crowded_looks + 1 if waited > _CROWDED else 0
+        self.here = self._crowded_looks >= _CROWDED_LOOKS
+        if self.here:
+            self._crowded_looks = 0
+            self._use, self._use_while_running = _Use(), _Use()
+            self._are_gone()  # the first reading
         return self.here
+
+    def pause(self) -> None:
+        """Say that this process was idle since the last look."""
+        self._use_while_running.pause()
+
+    def _are_gone(self) -> bool:
+        used, now = self._others(), time.monotonic()
+        gone = False
+        for use in (self._use, self._use_while_running):
+            use.look(now, math.nan if used is None else used)
+            if use.seconds >= _FREE_S:
+                # Where it is not known (nan) waits tell again.
+                gone |= not use.used > _FREE * use.seconds
+                use.forget()
+        return gone
+
+
+class _Use:
+    """What others used, added up over looks.
+
+    Attributes:
+        seconds: of those looks together.
+        used: seconds of the processors, meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self.used = 0.0
+        self._readings: list[tuple[float, float]] = []
+
+    def look(self, now: float, used: float) -> None:
+        """Add the look before the last: this process runs now, so it ran until that one's end."""
+        readings = [*self._readings, (now, used)]
+        if len(readings) == 3:
+            (start, before), (end, after), _ = readings
+            self.seconds += end - start
+            self.used += after - before
+        self._readings = readings[-2:]
+
+    def pause(self) -> None:
+        """Leave out what is used until the next look, and the last: it may have been idle in it."""
+        self._readings = []
+
+    def forget(self) -> None:
+        """Add up anew."""
+        self.seconds = self.used = 0.0
 
 
 def watch_cores() -> threading.Event | None:
@@ -174,6 +217,7 @@ def _watch(waits: ShortWaits, rest: Callable[[float], bool]) -> None:
         last, used = used, time.process_time()
         if used - last < _IDLE * _LOOK_S:
             before = None  # nothing runs that could wait: what is, stays
+            crowd.pause()
             continue
         now = waited_seconds()
         if before is not None and now is not None:

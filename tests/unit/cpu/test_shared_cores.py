@@ -105,6 +105,45 @@ def test_a_crowd_is_there_while_others_use_processors_whatever_threads_wait(cloc
     assert not any(clock.looks(crowd, 5.0, 0.3))
 
 
+def test_what_others_use_in_pauses_is_no_crowd(clock):
+    crowd = Crowd(clock.others)
+    clock.part = 1.7
+    assert clock.looks(crowd, 0.8, 0.9)[-1]
+    said = []
+    for _ in range(4):  # servers that are asked by turns
+        clock.part = 0.0
+        said += clock.looks(crowd, 0.6, -0.2)
+        # The other's turn begins, and this process is not seen idle before the look's end.
+        clock.part = 1.7
+        said += clock.looks(crowd, 0.2, -0.2)
+        clock.now, clock.used = clock.now + 3.0, clock.used + 5.1
+        crowd.pause()
+    assert said[0] and not said[-1]
+
+
+def test_a_crowd_stays_through_pauses_while_others_use_processors_beside_this_process(clock):
+    crowd = Crowd(clock.others)
+    clock.part = 1.7
+    assert clock.looks(crowd, 0.8, 0.9)[-1]
+    for _ in range(5):
+        assert all(clock.looks(crowd, 0.8, -0.2))
+        clock.now, clock.used = clock.now + 3.0, clock.used + 5.1
+        crowd.pause()
+
+
+def test_requests_too_short_to_tell_end_a_crowd_where_others_use_nothing(clock):
+    crowd = Crowd(clock.others)
+    clock.part = 1.7
+    assert clock.looks(crowd, 0.8, 0.9)[-1]
+    clock.part = 0.0
+    said = []
+    for _ in range(6):
+        said += clock.looks(crowd, 0.2, -0.2)
+        clock.now += 1.0
+        crowd.pause()
+    assert not said[-1]
+
+
 def test_where_others_use_is_not_known_waits_tell_again(clock):
     crowd = Crowd(clock.others)
     clock.part = None
