@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from scripts.lib.figures import parser, report
 from sglang_ext.cpu.install import usable_cores
-from sglang_ext.cpu.packed_weights import PackedWeight
+from sglang_ext.cpu.packed_weights import PackedWeight, Product
 from sglang_ext.models import resolve
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -61,7 +61,7 @@ def ratios(weights: list[tuple[int, int]], rounds: int) -> dict[int, float]:
     return {rows: statistics.median(times) for rows, times in found.items()}
 
 
-def run(inputs: Sequence[torch.Tensor], weights: Sequence[PackedWeight]) -> None:
+def run(inputs: Sequence[torch.Tensor], weights: Sequence[Product]) -> None:
     """A pass."""
     for x, weight in zip(inputs, weights, strict=True):
         weight.linear(x)

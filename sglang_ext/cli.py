@@ -109,7 +109,7 @@ def _prepare(args: argparse.Namespace):
 
         if flag_value(argv, "--disaggregation-mode") is not None:
             prepare_environment()
-        argv += default_cpu_args(argv)
+        argv += default_cpu_args(argv, chosen.cpu_weights)
     check_launch(argv, chosen)
 
     from sglang.srt.plugins import load_plugins

@@ -64,8 +64,8 @@ def _take_flashinfer() -> None:
 
 
 def _flags_of_a_device(original: Any) -> Any:
-    def flags(argv: list[str]) -> list[str]:
-        added = original([*argv, "--attention-backend", "flashinfer"])
+    def flags(argv: list[str], weights: str = "fp32") -> list[str]:
+        added = original([*argv, "--attention-backend", "flashinfer"], weights)
         return [flag for flag in added if flag not in _HOST_ONLY_FLAGS] + _flashinfer_flag(argv)
 
     return flags

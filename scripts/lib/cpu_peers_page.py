@@ -17,6 +17,8 @@ Figures = Mapping[str, float]
 _READING = """\
 Engines are up together and take turns, on all cores, with the same published weights. Ours are
 servers asked over HTTP and all of their processes count; the peers are libraries in one process.
+Beside weights in 8 or 4 bits a text model's K and V have 16 bits in both (ours are bfloat16,
+llama.cpp's float16).
 
 - **Output tokens/s**: prompts' time included; the ratio is to llama.cpp's plain decoding.
 - **CPU s, wall s per 10 s of audio**: each clip by itself, and eight at once."""

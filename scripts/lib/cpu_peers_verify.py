@@ -1,31 +1,40 @@
-"""Part `verify` of scripts.bench_cpu_peers: a verify step by its linear layers and attention."""
+"""Part `verify` of scripts.bench_cpu_peers: a verify step by its linear layers and attention.
+
+After each prompt that a server verifies, its parts are timed here, with random weights in the
+model's shapes: a host's speed changes within minutes, and nothing then compares with an hour ago.
+"""
 
 import argparse
 import json
+import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoConfig
 
+from scripts.bench_products import run, shapes
 from scripts.lib.client import generate
-from scripts.lib.cpu_peers_common import weights_flags
+from scripts.lib.cpu_peers_common import ratio_figures, weights_flags
 from scripts.lib.served_metrics import read_metrics
 from scripts.lib.server import Server
 from scripts.lib.spec_bench import Prompt, spec_bench
 from sglang_ext.cpu.attention_kernel import attend
+from sglang_ext.cpu.defaults import ROUNDED
 from sglang_ext.cpu.install import usable_cores
+from sglang_ext.cpu.packed_weights import BITS, Product, as_it_is, in_bits
 from sglang_ext.models import resolve
-from sglang_ext.sweep.provenance import forward_costs
 
 # Nodes of a step, the root included.
 NODES = 12
 _PROMPTS, _QUICK_PROMPTS = 16, 4
 _TOKENS = 96
-_ROUNDS = 200
+# Of each part, after each prompt.
+_ROUNDS = 15
+_FEWEST_HEAD_BITS = 8  # as servers pack it: sglang_ext/cpu/linear.py
 
 
 def verify_figures(options: argparse.Namespace) -> dict[str, float]:
@@ -45,17 +54,23 @@ def verify_figures(options: argparse.Namespace) -> dict[str, float]:
             "--speculative-algorithm", "SSSD", "--drafters", "oracle", "--oracle-file", str(file),
             "--speculative-num-draft-tokens", str(NODES), "--enable-metrics",
         ]  # fmt: skip
+        torch.set_num_threads(usable_cores())
+        path, form = resolve(options.model), options.llm_weights or "fp32"
+        context = int(np.mean([len(p.input_ids) for p in prompts])) + _TOKENS // 2
+        linear, attention = linear_pass(shapes(path), form), attention_pass(path, context, form)
         with Server(options.model, [*flags, *more], name="verify") as server:
-            step_s, width = step_seconds(server, prompts)
-    linear_s = linear_seconds(resolve(options.model), options.llm_weights or "fp32")
-    context = int(np.mean([len(p.input_ids) for p in prompts])) + _TOKENS // 2
-    attention_s = attention_seconds(resolve(options.model), context)
-    return {
-        "verify_overhead": step_s / (linear_s + attention_s),
-        "verify_step_ms": 1e3 * step_s,
-        "verify_width": width,
-        "verify_linear_ms": 1e3 * linear_s,
-        "verify_attention_ms": 1e3 * attention_s,
+            verify_seconds(server, prompts[0])  # what is made on first use
+            measured = []
+            for prompt in prompts:
+                step_s, width = verify_seconds(server, prompt)
+                measured.append((step_s, width, median_seconds(linear), median_seconds(attention)))
+    steps, widths, linears, attentions = zip(*measured, strict=True)
+    parts = [sum(pair) for pair in zip(linears, attentions, strict=True)]
+    return ratio_figures("verify_overhead", steps, parts) | {
+        "verify_step_ms": 1e3 * statistics.mean(steps),
+        "verify_width": statistics.mean(widths),
+        "verify_linear_ms": 1e3 * statistics.mean(linears),
+        "verify_attention_ms": 1e3 * statistics.mean(attentions),
     }
 
 
@@ -70,20 +85,13 @@ def write_outputs(server: Server, prompts: Sequence[Prompt], file: Path) -> None
             lines.write(json.dumps(known) + "\n")
 
 
-def step_seconds(server: Server, prompts: Sequence[Prompt]) -> tuple[float, float]:
-    """(mean seconds of a verify step, its mean nodes), of the server's own metrics."""
-    params = {"drafter": "oracle", "budget": "fixed"}
-
-    def run(prompt: Prompt) -> None:
-        generate(
-            server.base_url, prompt.input_ids, params=params, max_new_tokens=_TOKENS,
-            ignore_eos=True,
-        )  # fmt: skip
-
-    run(prompts[0])  # what is made on first use
+def verify_seconds(server: Server, prompt: Prompt) -> tuple[float, float]:
+    """(mean seconds of a prompt's verify steps, their mean nodes), of the server's own metrics."""
     before = read_metrics(server.base_url)
-    for prompt in prompts:
-        run(prompt)
+    params = {"drafter": "oracle", "budget": "fixed"}
+    generate(
+        server.base_url, prompt.input_ids, params=params, max_new_tokens=_TOKENS, ignore_eos=True
+    )
     after = read_metrics(server.base_url)
 
     def mean(total: str, number: str) -> float:
@@ -93,29 +101,56 @@ def step_seconds(server: Server, prompts: Sequence[Prompt]) -> tuple[float, floa
     return mean("verify_seconds_total", "verify_steps_total"), width
 
 
-def linear_seconds(model_path: str, weights: str) -> float:
-    """What linear layers of this form took for NODES tokens, as a server measured them here."""
-    own = [
-        costs["seconds"][str(NODES)]
-        for costs in forward_costs(model_path)
-        if costs["for"].get("weights", "fp32") == weights
-        and costs["for"]["threads"] == usable_cores()
-    ]
-    return float(own[-1])
+def median_seconds(work: Callable[[], None]) -> float:
+    """Of _ROUNDS runs."""
+    taken = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
 
 
-def attention_seconds(model_path: str, context: int) -> float:
-    """Attention of NODES nodes over `context` cached tokens, all layers, on the usable cores."""
+def linear_pass(weights: Sequence[tuple[int, int]], form: str) -> Callable[[], None]:
+    """Multiplies NODES rows by weights of these shapes [N, K], the last one an LM head.
+
+    Args:
+        form: of the weights, as `--cpu-weights`.
+    """
+    made = [packed(shape, form, shape is weights[-1]) for shape in weights]
+    by_size = {size: torch.randn(NODES, size) for _, size in weights}
+    rows = [by_size[size] for _, size in weights]
+
+    @torch.inference_mode()
+    def work() -> None:
+        run(rows, made)
+
+    return work
+
+
+def packed(shape: tuple[int, int], form: str, head: bool) -> Product:
+    """A random weight of this shape as a server packs it."""
+    bits = BITS.get(form)
+    if bits is None:
+        return as_it_is(torch.randn(shape))
+    return in_bits(torch.randn(shape), max(bits, _FEWEST_HEAD_BITS) if head else bits)
+
+
+def attention_pass(model_path: str, context: int, form: str) -> Callable[[], None]:
+    """Attention of NODES nodes over `context` cached tokens, all layers, on the usable cores.
+
+    Args:
+        form: of the weights, as `--cpu-weights`: K and V are kept as servers keep them with it.
+    """
     config = AutoConfig.from_pretrained(model_path)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     slots = context + NODES
-    torch.set_num_threads(usable_cores())
     rng = np.random.default_rng(0)
     query = rng.standard_normal((NODES, heads, size), dtype=np.float32)
     # Every layer has K and V of its own, as in a pool.
     caches = [
-        rng.standard_normal((2, slots, kv_heads, size), dtype=np.float32)
+        kept(rng.standard_normal((2, slots, kv_heads, size), dtype=np.float32), form)
         for _ in range(config.num_hidden_layers)
     ]
     table = np.arange(slots, dtype=np.int32)[None]
@@ -124,13 +159,19 @@ def attention_seconds(model_path: str, context: int) -> float:
     extra = np.concatenate([context + np.arange(n + 1) for n in range(NODES)])  # a chain
     extra_count = np.arange(1, NODES + 1)
     extra_start = np.cumsum(extra_count) - extra_count
-    least = float("inf")
-    for _ in range(_ROUNDS):
-        began = time.perf_counter()
+    seen = (table, rows, starts, counts, extra, extra_start, extra_count)
+    factors, threads = (np.float32(size**-0.5), np.float32(0.0)), usable_cores()
+    out = np.empty_like(query)
+
+    def work() -> None:
         for keys, values in caches:
-            attend(
-                query, keys, values, np.empty_like(query), table, rows, starts, counts, extra,
-                extra_start, extra_count, np.float32(size**-0.5), np.float32(0.0), usable_cores(),
-            )  # fmt: skip
-        least = min(least, time.perf_counter() - began)
-    return least
+            attend(query, keys, values, out, *seen, *factors, threads)
+
+    return work
+
+
+def kept(numbers: np.ndarray, form: str) -> np.ndarray:
+    """Float32 as it is, or the bits of bfloat16, which NumPy has not, in uint16."""
+    if form not in ROUNDED:
+        return numbers
+    return torch.from_numpy(numbers).bfloat16().view(torch.uint16).numpy()

@@ -1,7 +1,7 @@
 """The SGLang flags that a server on a CPU needs and that its user should not have to know."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,19 @@ _FEWEST_TOKENS = 4_096
 # Where the model's shape is not known before SGLang has fetched it.
 _TOKENS_OF_UNKNOWN = 16_384
 _HALF = ("bf16", "bfloat16")
+ROUNDED = ("int8", "int4")
+"""Of `--cpu-weights`, what rounds a checkpoint's weights: K and V are rounded to bfloat16 too."""
+
 # argparse accepts both, and SGLang documents both.
 _MODEL_FLAGS = ("--model-path", "--model")
 
 
-def default_cpu_args(argv: Sequence[str]) -> list[str]:
+def default_cpu_args(argv: Sequence[str], weights: str = "fp32") -> list[str]:
     """The flags to add to SGLang's own `argv`; none on a GPU, and none that the user has given.
 
     Args:
         argv: SGLang's arguments, without the program's name.
+        weights: what `--cpu-weights` is.
     """
     if not wants_cpu_engine() or flag_value(argv, "--device") not in (None, "cpu"):
         return []
@@ -49,21 +53,22 @@ def default_cpu_args(argv: Sequence[str]) -> list[str]:
     else:
         # SGLang's default for CPUs needs AMX.
         defaults["--attention-backend"] = "torch_native"
+    encodes = "encoder_layers" in _model_config(argv)
+    backend = flag_value([*_as_argv(defaults), *argv], "--attention-backend")
+    if weights in ROUNDED and not encodes and backend == "tree_cpu":
+        # Beside such weights a step spends a fifth of its time on reading K and V in float32.
+        defaults["--kv-cache-dtype"] = _HALF[0]
     # SGLang otherwise turns what memory is left into KV cache, all of it.
-    half = flag_value(argv, "--kv-cache-dtype") in _HALF
+    half = flag_value([*_as_argv(defaults), *argv], "--kv-cache-dtype") in _HALF
     defaults["--max-total-tokens"] = str(kv_tokens(argv, 2 if half else 4))
-    if "encoder_layers" in _model_config(argv):
+    if encodes:
         # SGLang 0.5.23 stops with an assertion where a chunk ends within an encoder's input, as it
         # does when three Whisper requests come at once (1,500 tokens each, 4,096 in a chunk).
         defaults["--chunked-prefill-size"] = "-1"
     if flag_value(argv, "--disaggregation-mode") == "decode":
         # SGLang's default keeps what is retracted in memory that CUDA has pinned.
         defaults["--disaggregation-decode-retraction-backup"] = "cpu_tensor"
-    added: list[str] = []
-    for flag, value in defaults.items():
-        if not _has(argv, flag):
-            added += [flag] if value is None else [flag, value]
-    return added
+    return _as_argv({flag: value for flag, value in defaults.items() if not _has(argv, flag)})
 
 
 def kv_tokens(argv: Sequence[str], element_bytes: int = 4) -> int:
@@ -107,6 +112,10 @@ def kv_bytes_per_token(config: dict[str, Any], element_bytes: int = 4) -> int:
     size = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads") or heads
     return 2 * config["num_hidden_layers"] * kv_heads * size * element_bytes
+
+
+def _as_argv(flags: Mapping[str, str | None]) -> list[str]:
+    return [part for pair in flags.items() for part in pair if part is not None]
 
 
 def _has(argv: Sequence[str], flag: str) -> bool:

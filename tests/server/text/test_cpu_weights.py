@@ -12,13 +12,15 @@ from tests.server.text.answers import answer, answers, told
 @pytest.fixture(scope="module")
 def int4_server() -> Iterator[Server]:
     flags = ["--speculative-algorithm", "SSSD", "--bigram-seconds", "0"]
-    bits = ["--cpu-weights", "int4", "--kv-cache-dtype", "bf16"]
+    bits = ["--cpu-weights", "int4"]
     with Server(MODEL, [*flags, *bits, *CHUNK], name="int4") as server:
         yield server
 
 
 def test_speculative_output_is_plain_output(int4_server, prompts):
-    assert "30 decoder layers are fused" in int4_server.log.read_text()
+    log = int4_server.log.read_text()
+    assert "30 decoder layers are fused" in log
+    assert "KV Cache is allocated. dtype: torch.bfloat16" in log
     asked = prompts[:8]
     plain = [answer(int4_server, prompt, custom_params={"drafter": "none"}) for prompt in asked]
     assert len({tuple(each["output_ids"]) for each in plain}) == len(asked)

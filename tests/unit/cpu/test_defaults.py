@@ -32,8 +32,8 @@ def model_in(folder, config):
     return str(folder)
 
 
-def flags(argv):
-    added = defaults.default_cpu_args(argv)
+def flags(argv, weights="fp32"):
+    added = defaults.default_cpu_args(argv, weights)
     return {a: b for a, b in zip(added, [*added[1:], "--"], strict=True) if a.startswith("--")}
 
 
@@ -66,6 +66,32 @@ def test_a_pool_of_16_bits_holds_twice_as_many_tokens(tmp_path, monkeypatch):
     for dtype, times in (("auto", 1), ("bf16", 2), ("bfloat16", 2)):
         held = int(flags([*model, "--kv-cache-dtype", dtype])["--max-total-tokens"])
         assert held == pytest.approx(times * whole, abs=1)
+
+
+@pytest.mark.parametrize(
+    "weights, more, kept",
+    [
+        ("fp32", [], None),
+        ("bf16", [], None),
+        ("int8", [], "bf16"),
+        ("int4", [], "bf16"),
+        ("int4", ["--attention-backend", "torch_native"], None),
+        ("int4", ["--kv-cache-dtype=auto"], None),
+    ],
+)
+def test_k_and_v_are_rounded_where_weights_are(tmp_path, monkeypatch, weights, more, kept):
+    monkeypatch.setattr(defaults.psutil, "virtual_memory", lambda: Free(1 << 30))
+    argv = ["--model-path", model_in(tmp_path, LLAMA), *more]
+    given = flags(argv, weights)
+    assert given.get("--kv-cache-dtype") == kept
+    whole = int(flags(argv)["--max-total-tokens"])
+    times = 1 if kept is None else 2
+    assert int(given["--max-total-tokens"]) == pytest.approx(times * whole, abs=1)
+
+
+def test_whispers_k_and_v_stay_float32(tmp_path):
+    given = flags(["--model-path", model_in(tmp_path, WHISPER)], "int4")
+    assert "--kv-cache-dtype" not in given
 
 
 def test_nothing_on_a_gpu(monkeypatch):

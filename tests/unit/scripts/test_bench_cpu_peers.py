@@ -7,7 +7,6 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -30,10 +29,9 @@ from scripts.lib.cpu_peers_llm import BATCHES, COLD, LOOKUP, TURN, WARM, WORKLOA
 from scripts.lib.cpu_peers_llm import PEER as LLAMA
 from scripts.lib.cpu_peers_llm import figures_of as llm_figures_of
 from scripts.lib.cpu_peers_page import write_page
-from scripts.lib.cpu_peers_verify import attention_seconds
+from scripts.lib.cpu_peers_verify import NODES, attention_pass, linear_pass, median_seconds
 from scripts.lib.peer_llama import Row, Sequences
 from scripts.lib.peer_process import PeerError, PeerProcess
-from sglang_ext.cpu.install import usable_cores
 from sglang_ext.options import Options
 
 ECHO = """
@@ -224,7 +222,8 @@ def test_attention_of_a_small_model_is_timed(tmp_path):
         "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 8, "vocab_size": 8,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert 0 < attention_seconds(str(tmp_path), context=20) < 60
+    for form in ("fp32", "int4"):
+        assert 0 < median_seconds(attention_pass(str(tmp_path), context=20, form=form)) < 60
 
 
 def test_the_rows_stand_on_their_page_and_in_performance_md_once(tmp_path):
@@ -343,16 +342,17 @@ def test_mismatches_are_told_by_form(monkeypatch):
     assert asked[0][3] == "int4"
 
 
-def test_linear_layers_are_those_of_the_servers_weights(monkeypatch):
-    def costs(seconds: float, **known: Any) -> dict[str, Any]:
-        return {"for": {"threads": usable_cores(), **known}, "seconds": {"12": seconds}}
-
-    measured = [
-        costs(0.3, weights="int4"),
-        costs(0.2, weights="int4"),
-        costs(0.7, weights="int4", threads=usable_cores() + 1),
-        costs(0.9),
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4"])
+def test_linear_layers_have_the_servers_weights_and_see_every_node(monkeypatch, form):
+    seen = []
+    monkeypatch.setattr(cpu_peers_verify, "run", lambda rows, weights: seen.append((rows, weights)))
+    shapes = [(64, 32), (96, 64)]
+    linear_pass(shapes, form)()
+    rows, weights = seen[0]
+    results = [w.linear(x).shape for x, w in zip(rows, weights, strict=True)]
+    assert results == [(NODES, 64), (NODES, 96)]
+    # With a scale a group of 32 inputs, and a least value in 4 bits; heads keep 8 bits.
+    bits = {"fp32": (32, 32), "bf16": (16, 16), "int8": (8.5, 8.5), "int4": (5, 8.5)}[form]
+    assert [w.nbytes * 8 for w in weights] == [
+        n * k * b for (n, k), b in zip(shapes, bits, strict=True)
     ]
-    monkeypatch.setattr(cpu_peers_verify, "forward_costs", lambda path: measured)
-    assert cpu_peers_verify.linear_seconds("/m", "int4") == 0.2
-    assert cpu_peers_verify.linear_seconds("/m", "fp32") == 0.9
