@@ -6,8 +6,8 @@ the same categories. NGRAM gets the same answers as its external corpus. The pla
 SGLang on the same CPU engine, prepacked weights included.
 
 `--formats` compares plain decoding with weights in each format of `--cpu-weights` instead, and the
-perplexity of GSM8K's worked answers: decode_ratio_FORMAT is its tokens a second by fp32's,
-perplexity_ratio_FORMAT its perplexity by fp32's, in the same run.
+perplexity of GSM8K's worked answers behind what all begin with: decode_ratio_FORMAT is its tokens a
+second by fp32's, perplexity_ratio_FORMAT its perplexity by fp32's, in the same run.
 
     python -m scripts.bench_decode [--prompts N] [--tokens N] [--formats] [--quick] [--json FILE]
 """
