@@ -117,7 +117,8 @@ def linear_pass(weights: Sequence[tuple[int, int]], form: str) -> Callable[[], N
     Args:
         form: of the weights, as `--cpu-weights`.
     """
-    made = [packed(shape, form, shape is weights[-1]) for shape in weights]
+    *body, head = weights
+    made = [*(packed(shape, form) for shape in body), packed(head, form, _FEWEST_HEAD_BITS)]
     by_size = {size: torch.randn(NODES, size) for _, size in weights}
     rows = [by_size[size] for _, size in weights]
 
@@ -128,12 +129,10 @@ def linear_pass(weights: Sequence[tuple[int, int]], form: str) -> Callable[[], N
     return work
 
 
-def packed(shape: tuple[int, int], form: str, head: bool) -> Product:
+def packed(shape: tuple[int, int], form: str, fewest_bits: int = 0) -> Product:
     """A random weight of this shape as a server packs it."""
-    bits = BITS.get(form)
-    if bits is None:
-        return as_it_is(torch.randn(shape))
-    return in_bits(torch.randn(shape), max(bits, _FEWEST_HEAD_BITS) if head else bits)
+    bits, weight = BITS.get(form), torch.randn(shape)
+    return as_it_is(weight) if bits is None else in_bits(weight, max(bits, fewest_bits))
 
 
 def attention_pass(model_path: str, context: int, form: str) -> Callable[[], None]:
