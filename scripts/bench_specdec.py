@@ -7,7 +7,9 @@ and nothing else. What the target wrote of sentences of the training half ("dist
 datastore, so that SSSD and suffix decoding retrieve from what a trained drafter learned from.
 Methods with a length verify all that is drafted (`budget: fixed`); "budget auto" is a server's own
 choice. Relaxed rows accept by SpecDec++'s rule (docs/relaxed.md), with SSSD, with SpecDec, and with
-SSBD on sentences that grow. Then sentences are in flight together, batch 8 and more.
+SSBD on sentences that grow. Lengths and settings of the rules are swept on fewer sentences. Then
+sentences are in flight together, batch 8 and more. Both servers' weights are in 8 bits, as a CPU is
+best served with (--cpu-weights).
 
 SpecDec's rows need --draft-model, a directory of `sglang-ext drafter train`, or --train-minutes: so
 long a drafter is trained on the distilled outputs, and with --shared-encoder another one that reads
@@ -25,7 +27,8 @@ _cost_ratio (drafting seconds of a request likewise, capturing states included),
 encoding alone). bad_inputs (mistakes that were made), bad_inputs_unclear (that were not told in
 one clear line). trained_minutes, trained_memory_gb (the most that training took) of the drafters.
 
-    python -m scripts.bench_specdec [--quick] [--sentences N] [--distil N | --data FILE,...]
+    python -m scripts.bench_specdec [--quick] [--sentences N] [--swept N] [--growing N]
+        [--cpu-weights FORMAT] [--distil N | --data FILE,...]
         [--draft-model DIR [--shared-draft-model DIR]
          | --train-minutes M [--train-shape NAME] [--shared-encoder]] [--length K]
         [--languages L,...] [--batches N,...] [--plots DIR] [--docs DIR] [--json FILE]
@@ -57,13 +60,14 @@ from scripts.lib.specdec_methods import (
     ALONE,
     BLOCKS,
     GRID,
+    PUBLISHED,
     QUICK_BLOCKS,
-    QUICK_GRID,
     growing_methods,
     sentence_methods,
+    setting_methods,
 )
 from scripts.lib.specdec_page import print_results, write_page, write_plots
-from scripts.lib.specdec_results import GROWING, SENTENCES, Answer, Results
+from scripts.lib.specdec_results import GROWING, SENTENCES, SETTINGS, Answer, Results
 from scripts.lib.specdec_shared import Drafting, drafting_of, shared_figures
 from scripts.lib.specdec_training import (
     Drafters,
@@ -92,7 +96,8 @@ def main() -> int:
     if options.plots is not None:
         write_plots(options.plots, results)
     if options.docs is not None:
-        write_page(options.docs, results, options.model, options.length)
+        served = f"{options.model}, {options.cpu_weights} weights"
+        write_page(options.docs, results, served, options.length)
     figures = results.figures(options.length) | more
     report(figures, options.json)
     wrong = figures["mismatches"] > 0 or figures["outputs_compared"] == 0
@@ -104,13 +109,18 @@ def read_options() -> argparse.Namespace:
     args = parser(__doc__)
     args.set_defaults(model=MODEL)
     add = args.add_argument
-    add("--sentences", type=int, default=300, metavar="N", help="translated [%(default)s]")
-    add("--growing", type=int, default=30, metavar="N", help="that grow, for SSBD [%(default)s]")
+    add("--sentences", type=int, default=150, metavar="N",
+        help="translated into each language [%(default)s]")  # fmt: skip
+    add("--swept", type=int, default=30, metavar="N",
+        help="of these, for methods that differ in a setting [%(default)s]")  # fmt: skip
+    add("--growing", type=int, default=15, metavar="N", help="that grow, for SSBD [%(default)s]")
     add("--lag", type=int, default=3, metavar="K", help="words a step of these [%(default)s]")
     add("--distil", type=int, default=2000, metavar="N",
         help="training sentences whose translations are retrieved from [%(default)s]")  # fmt: skip
     add("--length", type=int, default=10, metavar="K", help="nodes drafted a step [%(default)s]")
     add("--max-tokens", type=int, default=96, metavar="N", help="of an answer [%(default)s]")
+    add("--cpu-weights", default="int8", metavar="FORMAT",
+        help="of both servers [%(default)s]")  # fmt: skip
     add("--languages", default="French,German", metavar="L,...", help="[%(default)s]")
     add("--batches", default="8,32", metavar="N,...", help="beside batch 1 [%(default)s]")
     add("--data", default="", metavar="FILE,...",
@@ -135,7 +145,7 @@ def read_options() -> argparse.Namespace:
 def _make_quick(args: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Less of what was not asked for by name."""
     quick: dict[str, object] = {
-        "sentences": 6, "growing": 2, "distil": 160, "batches": "8", "max_tokens": 40,
+        "sentences": 6, "swept": 3, "growing": 2, "distil": 160, "batches": "8", "max_tokens": 40,
     }  # fmt: skip
     if not options.draft_model:
         quick |= {"train_minutes": 1.5, "train_shape": "tiny", "shared_encoder": True}
@@ -154,7 +164,7 @@ def _check(args: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         options.batches = [int(batch) for batch in options.batches.split(",") if batch]
     except ValueError:
         args.error(f"--batches {options.batches}: whole numbers, comma-separated")
-    for name in ("sentences", "growing", "lag", "length", "max_tokens"):
+    for name in ("sentences", "swept", "growing", "lag", "length", "max_tokens"):
         if getattr(options, name) < 1:
             args.error(f"--{name.replace('_', '-')} must be at least 1")
     options.data = [Path(file) for file in options.data.split(",") if file]
@@ -180,7 +190,10 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[Results, dict[str, f
     Args:
         folder: to write to.
     """
-    flags = ["--max-running-requests", str(max(AT_ONCE, *options.batches, 1))]
+    flags = [
+        "--cpu-weights", options.cpu_weights,
+        "--max-running-requests", str(max(AT_ONCE, *options.batches, 1)),
+    ]  # fmt: skip
     with Server(options.model, flags, name="plain") as plain:
         written = written_by_language(plain, options)
         made = drafters_for(options, folder, written)
@@ -220,10 +233,8 @@ def drafting(
 ) -> Drafting:
     """What a server's block drafter does and takes, on the test's sentences."""
     assert drafter is not None
-    (method,) = (
-        m for m in sentence_methods(["specdec"], options.length, (), (), False)
-        if m.name == f"SpecDec k={options.length}"
-    )  # fmt: skip
+    methods = setting_methods(["specdec"], options.length, (), (options.length,), False)
+    (method,) = (m for m in methods if m.drafter == "specdec")
 
     def ask() -> Iterator[Answer]:
         for language in options.languages:
@@ -255,10 +266,11 @@ def measured(
 ) -> Results:
     """What two servers answer, language by language."""
     drafters, absent = drafters_of(made.own)
-    grid, blocks = (QUICK_GRID, QUICK_BLOCKS) if options.quick else (GRID, BLOCKS)
+    grid, blocks = (PUBLISHED, QUICK_BLOCKS) if options.quick else (GRID, BLOCKS)
     judged = "specdec" in drafters and _judged()
     methods = {
-        SENTENCES: sentence_methods(drafters, options.length, grid, blocks, judged),
+        SENTENCES: sentence_methods(drafters, options.length),
+        SETTINGS: setting_methods(drafters, options.length, grid, blocks, judged),
         GROWING: growing_methods(options.length, grid),
     }
     results = Results(methods, [], [], {}, (0, 0), absent)
@@ -283,7 +295,8 @@ def in_language(options: argparse.Namespace, bench: Bench, so_far: Results) -> R
     answers, rates = list(so_far.answers), list(so_far.rates)
     streams = streams_of(bench.language, options.sentences, WHOLE)
     growing = streams_of(bench.language, min(options.growing, options.sentences), options.lag)
-    for suite, items in ((SENTENCES, streams), (GROWING, growing)):
+    suites = {SENTENCES: streams, SETTINGS: streams[: options.swept], GROWING: growing}
+    for suite, items in suites.items():
         for method in so_far.methods[suite]:  # what is compiled or measured on first use
             bench.answer(suite, method, 0, items[0].sources)
         answers += bench.one_by_one(suite, so_far.methods[suite], items)

@@ -7,7 +7,7 @@ from typing import Any
 HIGH_QUALITY, HIGH_EFFICIENCY = (3, 1.0), (5, 3.0)
 """SpecDec++'s two settings of (top-beta, tau)."""
 GRID = tuple((top_beta, tau) for top_beta in (3, 5) for tau in (1.0, 2.0, 3.0, 5.0))
-QUICK_GRID = (HIGH_QUALITY, HIGH_EFFICIENCY)
+PUBLISHED = (HIGH_QUALITY, HIGH_EFFICIENCY)
 BLOCKS, QUICK_BLOCKS = (5, 10, 15, 20, 25), (5, 10)
 ALONE = "NAT alone"
 
@@ -79,24 +79,19 @@ class Method:
 
 AT = Method("AT greedy", batched=True)
 AUTO = Method("chosen (auto), budget auto", "auto", batched=True)
+# As published: a chain, of the block alone.
+_CHAIN = {"specdec": {"retrieve": False, "branches": 1}}
+_BOTH = {"specdec": {"retrieve": True}}
 
 
-def sentence_methods(
-    drafters: Collection[str],
-    length: int,
-    grid: Iterable[tuple[int, float]],
-    blocks: Iterable[int],
-    judged_by_drafter: bool,
-) -> list[Method]:
-    """The methods that translate whole sentences.
+def sentence_methods(drafters: Collection[str], length: int) -> list[Method]:
+    """The methods that translate all sentences.
 
     Args:
         drafters: those that the server has loaded; rows of others are left out.
         length: most nodes drafted a step.
-        grid: (top-beta, tau) of relaxed rules.
-        blocks: k of SpecDec's sweep.
-        judged_by_drafter: whether specdec gives log-probabilities.
     """
+    rules = [Rule(*pair) for pair in PUBLISHED]
     methods = [
         AT,
         Method("SSSD", "sssd", length, batched=True),
@@ -104,37 +99,54 @@ def sentence_methods(
     ]
     if "suffix" in drafters:
         methods.append(Method("suffix", "suffix", length, batched=True))
-    methods += [
-        Method(f"SSSD relaxed {rule}", "sssd", length, rule, batched=_is_published(rule))
-        for rule in (Rule(*pair) for pair in grid)
-    ]
+    methods += [_sssd(rule, length, batched=True) for rule in rules]
     if "specdec" in drafters:
-        methods += _specdec_methods(length, grid, blocks, judged_by_drafter)
+        together = Method("SpecDec with SSSD", "specdec", length, options=_BOTH, batched=True)
+        methods += [
+            _specdec(length, batched=True),
+            *(_specdecpp(rule, length, batched=True) for rule in rules),
+            together,
+            AUTO,
+        ]
     return methods
 
 
-def _specdec_methods(
-    length: int, grid: Iterable[tuple[int, float]], blocks: Iterable[int], judged_by_drafter: bool
+def setting_methods(
+    drafters: Collection[str],
+    length: int,
+    grid: Iterable[tuple[int, float]],
+    blocks: Iterable[int],
+    judged_by_drafter: bool,
 ) -> list[Method]:
-    # As published: a chain, of the block alone.
-    alone = {"specdec": {"retrieve": False, "branches": 1}}
-    both = {"specdec": {"retrieve": True}}
-    methods = [
-        Method(f"SpecDec k={k}", "specdec", k, options=alone, batched=k == length)
-        for k in sorted({*blocks, length})
-    ]
+    """The methods that only differ in a setting, on fewer sentences.
+
+    Args:
+        drafters: those that the server has loaded; rows of others are left out.
+        length: most nodes drafted a step by relaxed methods.
+        grid: (top-beta, tau) of relaxed rules.
+        blocks: k of SpecDec's sweep.
+        judged_by_drafter: whether specdec gives log-probabilities.
+    """
     rules = [Rule(*pair) for pair in grid]
-    if judged_by_drafter:
-        rules += [Rule(*pair, "drafter") for pair in (HIGH_QUALITY, HIGH_EFFICIENCY)]
-    methods += [
-        Method(
-            f"SpecDec++ {rule}", "specdec", length, rule, options=alone,
-            batched=_is_published(rule),
-        )
-        for rule in rules
-    ]  # fmt: skip
-    together = Method("SpecDec with SSSD", "specdec", length, options=both, batched=True)
-    return [*methods, together, AUTO]
+    methods = [AT, *(_sssd(rule, length) for rule in rules)]
+    if "specdec" in drafters:
+        if judged_by_drafter:
+            rules += [Rule(*pair, "drafter") for pair in PUBLISHED]
+        methods += [_specdec(k) for k in sorted(set(blocks))]
+        methods += [_specdecpp(rule, length) for rule in rules]
+    return methods
+
+
+def _sssd(rule: Rule, length: int, batched: bool = False) -> Method:
+    return Method(f"SSSD relaxed {rule}", "sssd", length, rule, batched=batched)
+
+
+def _specdec(length: int, batched: bool = False) -> Method:
+    return Method(f"SpecDec k={length}", "specdec", length, options=_CHAIN, batched=batched)
+
+
+def _specdecpp(rule: Rule, length: int, batched: bool = False) -> Method:
+    return Method(f"SpecDec++ {rule}", "specdec", length, rule, options=_CHAIN, batched=batched)
 
 
 def growing_methods(length: int, grid: Iterable[tuple[int, float]]) -> list[Method]:
@@ -146,7 +158,3 @@ def growing_methods(length: int, grid: Iterable[tuple[int, float]]) -> list[Meth
         exact,
         *(Method(f"SSBD relaxed {r}", "ssbd", length, r, drafts_last=True) for r in rules),
     ]
-
-
-def _is_published(rule: Rule) -> bool:
-    return (rule.top_beta, rule.tau) in (HIGH_QUALITY, HIGH_EFFICIENCY) and rule.by == "target"

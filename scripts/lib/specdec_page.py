@@ -6,7 +6,7 @@ from typing import Any
 
 from scripts.lib.result_page import Picture, ResultPage, aligned
 from scripts.lib.specdec_methods import AT, Method
-from scripts.lib.specdec_results import GROWING, SENTENCES, Results, Row
+from scripts.lib.specdec_results import GROWING, SETTINGS, Results, Row
 from sglang_ext.sweep.plots import Plot, panels, save, style
 from sglang_ext.sweep.result_tables import Table
 
@@ -80,11 +80,16 @@ def _rates(results: Results) -> Iterator[Table]:
         yield Table(f"{language}: tok/s (and by AT's) of sentences in flight", header, rows)
 
 
-def write_page(docs: Path, results: Results, model: str, length: int) -> None:
-    """docs/measured/specdec.md."""
+def write_page(docs: Path, results: Results, served: str, length: int) -> None:
+    """docs/measured/specdec.md.
+
+    Args:
+        served: the model, as the page names it.
+        length: most nodes drafted a step.
+    """
     figures = results.figures(length)
     findings = [
-        f"{model}, multi30k test_2016_flickr, greedy, {length} nodes drafted a step.",
+        f"{served}, multi30k test_2016_flickr, greedy, {length} nodes drafted a step.",
         f"Outputs of exact methods compared with AT's: {figures['outputs_compared']:.0f}, of which "
         f"{figures['mismatches']:.0f} differ.",
         *(f"Absent: {line}" for line in results.absent),
@@ -106,7 +111,7 @@ def write_plots(folder: Path, results: Results) -> None:
 
 def draw(results: Results) -> Iterator[tuple[Plot, Any]]:
     """Accepted tokens and BLEU against tau, a picture for each drafter with relaxed rows."""
-    drafters = ((SENTENCES, "SSSD"), (GROWING, "SSBD"), (SENTENCES, "SpecDec++"))
+    drafters = ((SETTINGS, "SSSD"), (GROWING, "SSBD"), (SETTINGS, "SpecDec++"))
     for suite, drafter in drafters:
         begins = drafter if drafter.endswith("++") else f"{drafter} relaxed"
         relaxed = [

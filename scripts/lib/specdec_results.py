@@ -7,7 +7,8 @@ from itertools import pairwise
 from scripts.lib.specdec_methods import ALONE, AT, AUTO, HIGH_QUALITY, Method, Rule
 from scripts.lib.ssbd_metrics import bleu, chrf, common_prefix
 
-SENTENCES, GROWING = "sentences", "growing sentences"
+SENTENCES, SETTINGS, GROWING = "sentences", "settings", "growing sentences"
+"""Suites: all sentences; some of them, for methods that differ in a setting; those that grow."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Answer:
     """One sentence's translation; of a sentence that grows, all of its updates together.
 
     Attributes:
-        suite: SENTENCES or GROWING.
+        suite: SENTENCES, SETTINGS or GROWING.
         batch: requests under way at once.
         number: the sentence's.
         token_ids: what was written last, without the end token.
@@ -173,7 +174,7 @@ class Results:
             "speedup_sssd": self._speedup(SENTENCES, "SSSD"),
         }
         for suite, name, prefix in (
-            (SENTENCES, "SSSD", "relaxed_sssd"), (GROWING, "SSBD", "relaxed_ssbd")
+            (SETTINGS, "SSSD", "relaxed_sssd"), (GROWING, "SSBD", "relaxed_ssbd")
         ):  # fmt: skip
             for method in self.methods.get(suite, ()):
                 if method.rule is not None and method.name.startswith(f"{name} relaxed"):
@@ -203,14 +204,16 @@ class Results:
             budgeted = self._speedup(SENTENCES, "SSSD, budget auto")
             found["speedup_auto"] = auto
             found["speedup_auto_vs_best"] = auto / max(specdec, sssd, both, budgeted)
-        for method in self.methods[SENTENCES]:
+        for method in self.methods.get(SETTINGS, ()):
             if method.name.startswith("SpecDec k="):
-                own = self._of(SENTENCES, method.name, 1)
+                own = self._of(SETTINGS, method.name, 1)
                 found[f"accepted_per_step_k{method.length}"] = per_step(own)
             elif method.rule is not None and method.name.startswith("SpecDec++"):
                 by = "" if method.rule.by == "target" else "_by_drafter"
                 pattern = f"relaxed_specdec_{{}}_{method.rule.figure}{by}"
-                found |= self._relaxed(SENTENCES, method.name, pattern)
+                found |= self._relaxed(SETTINGS, method.name, pattern)
+        # On all sentences, not on those of its settings.
+        found[f"accepted_per_step_k{length}"] = per_step(self._of(SENTENCES, names[0], 1))
         return found
 
     def _relaxed(self, suite: str, name: str, pattern: str) -> dict[str, float]:

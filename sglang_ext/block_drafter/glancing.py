@@ -103,7 +103,10 @@ def glancing_loss(
     logits = model.decode(memory, padding, tokens, batch.committed)
     labels = torch.where(hidden, batch.gold - UNKNOWN, _NO_LABEL)
     return cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), ignore_index=_NO_LABEL, label_smoothing=smoothing
+        logits.float().flatten(0, 1),
+        labels.flatten(),
+        ignore_index=_NO_LABEL,
+        label_smoothing=smoothing,
     )
 
 

@@ -44,6 +44,7 @@ class Recipe:
         patience: evaluations without a better one after which training ends.
         minutes: most minutes of training, 0 for no limit; those before a kill count.
         checkpoint_s: seconds between states on the disk.
+        bf16: products are in bfloat16 (torch.autocast), weights and their updates in float32.
     """
 
     steps: int = 20_000
@@ -60,6 +61,7 @@ class Recipe:
     minutes: float = 0.0
     checkpoint_s: float = 45.0
     seed: int = 0
+    bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,8 @@ class Trainer:
         self._model.train()
         first, last = _GLANCING
         ratio = first + (last - first) * self.step / recipe.steps
-        loss = glancing_loss(self._model, batch, ratio, recipe.smoothing, generator)
+        with torch.autocast(self._device, torch.bfloat16, enabled=recipe.bf16):
+            loss = glancing_loss(self._model, batch, ratio, recipe.smoothing, generator)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), recipe.clip)
@@ -247,7 +250,7 @@ class Trainer:
 
     def _identity(self) -> dict[str, Any]:
         """What a training that goes on must agree in; how long it may take can change."""
-        changeable = ("steps", "minutes", "patience", "checkpoint_s")
+        changeable = ("steps", "minutes", "patience", "checkpoint_s", "bf16")
         recipe = {k: v for k, v in asdict(self._recipe).items() if k not in changeable}
         shape = asdict(self._manifest.shape)
         found = {"data": self._manifest.data.get("digest"), "shape": shape, "recipe": recipe}

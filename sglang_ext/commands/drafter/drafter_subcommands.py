@@ -138,6 +138,12 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     train.add_argument("--model", metavar="TARGET", required=True, help=_TARGET_HELP)
     train.add_argument("--out", metavar="DIR", type=Path, required=True)
     train.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    train.add_argument(
+        "--precision",
+        choices=("auto", "fp32", "bf16"),
+        default="auto",
+        help="of products; auto: bf16 where the device is faster in it [%(default)s]",
+    )
     train.add_argument("--shape", choices=tuple(SHAPES), default="small", help="[%(default)s]")
     train.add_argument(
         "--encoder",

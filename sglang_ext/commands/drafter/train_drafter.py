@@ -22,7 +22,12 @@ from sglang_ext.block_drafter.target_states import StatesReader, check_examples,
 from sglang_ext.block_drafter.trainer import Progress, Recipe, Trainer
 from sglang_ext.block_drafter.training_data import TrainingData, source_rule
 from sglang_ext.block_drafter.training_set import make_training_set
-from sglang_ext.commands.drafter.training_arguments import check_training, progress_bar, read_data
+from sglang_ext.commands.drafter.training_arguments import (
+    check_training,
+    in_bf16,
+    progress_bar,
+    read_data,
+)
 
 _NO_WEIGHTS = "0" * 64
 
@@ -133,4 +138,5 @@ def _recipe(args: argparse.Namespace) -> Recipe:
         patience=args.patience,
         minutes=args.minutes,
         seed=args.seed,
+        bf16=in_bf16(args),
     )

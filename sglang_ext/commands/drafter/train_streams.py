@@ -11,7 +11,12 @@ from sglang_ext.block_drafter.checkpoints import FOLDER, Checkpoints
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, target_name
 from sglang_ext.block_drafter.target_models import TargetModel, load_target
 from sglang_ext.block_drafter.training_data import Example, TrainingData
-from sglang_ext.commands.drafter.training_arguments import check_training, progress_bar, read_data
+from sglang_ext.commands.drafter.training_arguments import (
+    check_training,
+    in_bf16,
+    progress_bar,
+    read_data,
+)
 from sglang_ext.mirror.executor_settings import check_tokenizer
 from sglang_ext.mirror.lm_loading import DraftModelError, load
 from sglang_ext.mirror.streaming.lookahead_streams import LookaheadStreams
@@ -112,6 +117,7 @@ def _recipe(args: argparse.Namespace) -> StreamRecipe:
         patience=args.patience,
         minutes=args.minutes,
         seed=args.seed,
+        bf16=in_bf16(args),
     )
 
 

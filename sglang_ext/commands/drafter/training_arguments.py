@@ -41,6 +41,19 @@ def check_training(args: argparse.Namespace) -> None:
             raise BlockDrafterError("--device cuda: torch finds no such device here")
 
 
+def in_bf16(args: argparse.Namespace) -> bool:
+    """Whether products are computed in bfloat16: by default where the device is faster in it."""
+    if args.precision != "auto":
+        return bool(args.precision == "bf16")
+    if args.device == "cuda":
+        import torch
+
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    from speech.bf16_products import has_fast_bf16
+
+    return has_fast_bf16()
+
+
 @contextlib.contextmanager
 def progress_bar(steps: int) -> Iterator[Callable[[int, str], None]]:
     """A bar of steps on stderr.

@@ -22,7 +22,7 @@ from sglang_ext.mirror.streaming.stream_pass import said_ahead
 from sglang_ext.mirror.streaming.stream_passages import Passage, future_of, places_of
 
 # What a training that goes on need not agree in.
-_CHANGEABLE = ("steps", "minutes", "patience", "checkpoint_s")
+_CHANGEABLE = ("steps", "minutes", "patience", "checkpoint_s", "bf16")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class StreamRecipe:
         patience: evaluations without a better one after which training ends.
         minutes: most minutes, those before a kill included; 0: no limit.
         checkpoint_s: seconds between states on the disk.
+        bf16: products are in bfloat16 (torch.autocast), weights and their updates in float32.
     """
 
     steps: int = 1000
@@ -48,6 +49,7 @@ class StreamRecipe:
     minutes: float = 0.0
     checkpoint_s: float = 45.0
     seed: int = 1
+    bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,13 +176,14 @@ class StreamTrainer:
         for group in self._optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _rate(self.step, recipe)
         self._optimizer.zero_grad(set_to_none=True)
-        total = 0.0
+        total, kind = 0.0, torch.device(self._model.device).type
         for row in rng.integers(len(self._learned), size=recipe.batch):
             passage = self._learned[row]
             at = places_of(passage, streams, rng)
             future = future_of(passage, at, streams).to(self._model.device)
-            said = said_ahead(self._model, self._streams, passage.tokens, at)
-            loss = F.cross_entropy(said.flatten(0, 1), future.flatten())
+            with torch.autocast(kind, torch.bfloat16, enabled=recipe.bf16):
+                said = said_ahead(self._model, self._streams, passage.tokens, at)
+            loss = F.cross_entropy(said.float().flatten(0, 1), future.flatten())
             (loss / recipe.batch).backward()
             total += float(loss.detach()) / recipe.batch
         if not math.isfinite(total):

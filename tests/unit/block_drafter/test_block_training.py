@@ -41,6 +41,22 @@ def test_a_pattern_is_learned_to_high_acceptance(trained):
     assert load_drafter(folder).manifest == manifest
 
 
+def test_a_pattern_is_learned_in_bfloat16_and_gone_on_with_in_float32(tmp_path):
+    rounded = dataclasses.replace(RECIPE, steps=60, bf16=True)
+    manifest = trainer(tmp_path, repeating(), rounded).run()
+    assert manifest.training["bf16"] and manifest.scores["accepted_per_step"]["6"] > 4.0
+    assert load_drafter(tmp_path).model.embedding.weight.dtype == torch.float32
+
+    def kill(progress):
+        raise KeyboardInterrupt
+
+    begun, data = dataclasses.replace(rounded, checkpoint_s=0.0), repeating(60)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "begun", data, begun, tell=kill).run()
+    begun = dataclasses.replace(begun, bf16=False)
+    assert trainer(tmp_path / "begun", data, begun).step == 1
+
+
 def test_a_training_that_was_killed_ends_in_the_same_weights(tmp_path):
     data = repeating(60)
     whole = trainer(tmp_path / "whole", data, SHORT)

@@ -131,6 +131,17 @@ def test_training_foresees_more_of_what_the_model_says(trained):
     assert max(before) < 0.5 and min(after) > 0.8, (before, after)
 
 
+def test_streams_learn_in_bfloat16_too(llama):
+    model = lm_loading.load(llama, "fp32")
+    held = passages_of([(PROMPT, circle(Reference(llama))[len(PROMPT) :])], STREAMS)
+    recipe = StreamRecipe(steps=100, batch=1, learning_rate=1e-2, warmup=5, evaluate=25, bf16=True)
+    fresh = fresh_streams(model, STREAMS, RANK, 1)
+    kept = list[LookaheadStreams]()
+    trainer = StreamTrainer(model, fresh, held, held, recipe, Kept(lambda s, _: kept.append(s)))
+    assert min(trainer.run()) > 0.6
+    assert all(tensor.dtype == torch.float32 for _, tensor in kept[-1].tensors())
+
+
 def test_a_training_that_is_killed_goes_on_as_if_it_had_not_been(llama, tmp_path):
     model = lm_loading.load(llama, "fp32")
     held = passages_of([(PROMPT, circle(Reference(llama))[len(PROMPT) :])], STREAMS)

@@ -30,9 +30,18 @@ from scripts.lib.specdec_methods import (
     Rule,
     growing_methods,
     sentence_methods,
+    setting_methods,
 )
 from scripts.lib.specdec_page import tables_of, write_page
-from scripts.lib.specdec_results import GROWING, SENTENCES, Answer, Results, per_step, repetition
+from scripts.lib.specdec_results import (
+    GROWING,
+    SENTENCES,
+    SETTINGS,
+    Answer,
+    Results,
+    per_step,
+    repetition,
+)
 from scripts.lib.specdec_shared import Drafting, encode_seconds, shared_figures
 from scripts.lib.specdec_training import Written, write_data
 from scripts.lib.ssbd_streams import Stream
@@ -122,7 +131,8 @@ def bench(servers, monkeypatch) -> Bench:
 
 
 METHODS = {
-    SENTENCES: sentence_methods(["sssd", "ssbd", "specdec"], 10, GRID, (5, 10), True),
+    SENTENCES: sentence_methods(["sssd", "ssbd", "specdec"], 10),
+    SETTINGS: setting_methods(["sssd", "ssbd", "specdec"], 10, GRID, (5, 10), True),
     GROWING: growing_methods(10, (HIGH_QUALITY, HIGH_EFFICIENCY)),
 }
 
@@ -132,6 +142,7 @@ def results(bench) -> Results:
     whole = [Stream(s.sources[-1:], s.reference) for s in STREAMS]
     answers = [
         *bench.one_by_one(SENTENCES, METHODS[SENTENCES], whole),
+        *bench.one_by_one(SETTINGS, METHODS[SETTINGS], whole[:1]),
         *bench.one_by_one(GROWING, METHODS[GROWING], STREAMS),
     ]
     rates = []
@@ -153,9 +164,13 @@ def test_every_method_asks_for_what_a_server_takes():
 
 
 def test_rows_of_drafters_that_are_not_there_are_absent():
-    names = [m.name for m in sentence_methods(["sssd", "ssbd"], 10, GRID, (5,), False)]
-    assert "SSSD relaxed (5, 3)" in names and not [n for n in names if "SpecDec" in n]
-    by_target = [m.name for m in sentence_methods(["specdec"], 10, GRID, (5,), False)]
+    for methods in (
+        sentence_methods(["sssd", "ssbd"], 10),
+        setting_methods(["sssd", "ssbd"], 10, GRID, (5,), False),
+    ):
+        names = [m.name for m in methods]
+        assert "SSSD relaxed (5, 3)" in names and not [n for n in names if "SpecDec" in n]
+    by_target = [m.name for m in setting_methods(["specdec"], 10, GRID, (5,), False)]
     assert "SpecDec++ (3, 1)" in by_target and not [n for n in by_target if "by drafter" in n]
     drafters, absent = drafters_of(None)
     assert "specdec" not in drafters and any("NAT alone" in line for line in absent)
@@ -176,8 +191,8 @@ def test_baseline_and_methods_run_on_their_servers(servers, results):
 
 def test_figures(results):
     figures = results.figures(10)
-    # Two sentences by six exact methods, SSBD, and five in flight.
-    assert figures["mismatches"] == 0 and figures["outputs_compared"] == 2 * (6 + 1 + 5)
+    # Two sentences by five exact methods, SSBD, and five in flight; one by two lengths.
+    assert figures["mismatches"] == 0 and figures["outputs_compared"] == 2 * (5 + 1 + 5) + 2
     # Each answer: twelve tokens, one of the prefill, the others in two steps.
     assert figures["accepted_per_step_k10"] == figures["accepted_per_step_sssd"] == 5.5
     assert figures["bleu_specdecpp"] == figures["bleu_at"]
@@ -213,6 +228,7 @@ def test_tables_and_page(results, tmp_path):
     tables = list(tables_of(results))
     assert [t.title.split(" (")[0] for t in tables] == [
         "German, sentences, batch 1",
+        "German, settings, batch 1",
         "German, growing sentences, batch 1",
         "German: tok/s",
     ]
