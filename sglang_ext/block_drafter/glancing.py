@@ -18,7 +18,6 @@ from sglang_ext.block_drafter.nat_model import BlockModel
 from sglang_ext.block_drafter.shapes import Shape
 
 Rows = npt.NDArray[np.int64]
-_NO_LABEL = -100
 
 
 @dataclass(frozen=True)
@@ -93,21 +92,20 @@ def glancing_loss(
     padding = batch.padding[batch.of_source]
     tokens, hidden = batch.tokens, batch.gold != PADDING
     if ratio > 0:
+        guessed = torch.full_like(batch.gold, PADDING)
+        model.eval()  # what it would draft, and quicker
         with torch.no_grad():
-            guessed = model.decode(memory, padding, tokens, batch.committed).argmax(-1) + UNKNOWN
+            logits = model.decode(memory, padding, tokens, batch.committed, hidden)
+        model.train()
+        guessed[hidden] = logits.argmax(-1) + UNKNOWN
         shown = _shown(guessed, batch.gold, hidden, ratio, generator)
         window = model.shape.window
         block = torch.where(shown, batch.gold, tokens[:, window:])
         tokens = torch.cat([tokens[:, :window], block], dim=1)
         hidden = hidden & ~shown
-    logits = model.decode(memory, padding, tokens, batch.committed)
-    labels = torch.where(hidden, batch.gold - UNKNOWN, _NO_LABEL)
-    return cross_entropy(
-        logits.float().flatten(0, 1),
-        labels.flatten(),
-        ignore_index=_NO_LABEL,
-        label_smoothing=smoothing,
-    )
+    logits = model.decode(memory, padding, tokens, batch.committed, hidden)
+    labels = batch.gold[hidden] - UNKNOWN
+    return cross_entropy(logits.float(), labels, label_smoothing=smoothing)
 
 
 def _shown(

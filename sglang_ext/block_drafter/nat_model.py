@@ -93,6 +93,7 @@ class BlockModel(nn.Module):
         padded: torch.Tensor,
         tokens: torch.Tensor,
         committed: torch.Tensor,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """float[n, block, num_classes], the logits of the next tokens.
 
@@ -102,6 +103,8 @@ class BlockModel(nn.Module):
             tokens: int64[n, window + block], the last committed tokens, PADDING before them, and
                 the block: MASK, or tokens that are shown.
             committed: int64[n], tokens of each output before the block.
+            wanted: bool[n, block], the m places whose logits are to be computed, and returned as
+                float[m, num_classes]; default: all of them.
         """
         hidden = self.embedded(tokens, self.places(committed)) + self.slots
         hidden = self.decoder(
@@ -111,6 +114,8 @@ class BlockModel(nn.Module):
             memory_key_padding_mask=padded,
         )
         drafted = hidden[:, self.shape.window :]
+        if wanted is not None:
+            drafted = drafted[wanted]
         return nn.functional.linear(drafted, self.output_weight, self.output_bias)
 
     @property

@@ -18,6 +18,7 @@ from sglang_ext.block_drafter.block_predictor import BlockPredictor
 from sglang_ext.block_drafter.checkpoints import Checkpoints, TrainingState
 from sglang_ext.block_drafter.drafter_files import save_drafter
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, Manifest
+from sglang_ext.block_drafter.fast_dropout import with_fast_dropout
 from sglang_ext.block_drafter.glancing import glancing_loss, make_batch
 from sglang_ext.block_drafter.nat_model import BlockModel
 from sglang_ext.block_drafter.training_set import TrainingSet
@@ -109,8 +110,10 @@ class Trainer:
             recipe.dropout,
             manifest.states,
         ).to(device)
+        if device == "cpu":
+            with_fast_dropout(self._model)
         self._optimizer = torch.optim.Adam(
-            self._model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.999)
+            self._model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.999), fused=True
         )
         self.step = 0
         self._seconds = 0.0

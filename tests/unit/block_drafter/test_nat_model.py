@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from sglang_ext.block_drafter.block_predictor import BlockPredictor, padded, windows
+from sglang_ext.block_drafter.fast_dropout import FastDropout, with_fast_dropout
 from sglang_ext.block_drafter.kept_tokens import FIRST, MASK, PADDING, UNKNOWN, KeptTokens
 from sglang_ext.block_drafter.shapes import SHAPES, Shape
 from tests.unit.block_drafter.toy_drafters import SHAPE, untrained
@@ -118,3 +119,22 @@ def test_rare_tokens_are_mapped_out():
 def test_kept_tokens_that_are_none_are_refused(tokens):
     with pytest.raises(ValueError, match="different ids"):
         KeptTokens(np.array(tokens), 1, 20)
+
+
+def test_fast_dropout_drops_its_part_keeps_the_mean_and_is_off_in_evaluation():
+    torch.manual_seed(3)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Dropout(0.1)))
+    with_fast_dropout(module)
+    [dropout] = [m for m in module.modules() if isinstance(m, FastDropout)]
+    x = torch.ones(1003, 37, dtype=torch.bfloat16, requires_grad=True)
+    y = dropout(x)
+    assert y.dtype == x.dtype and y.shape == x.shape
+    assert float((y == 0).float().mean()) == pytest.approx(26 / 256, abs=0.01)
+    assert float(y.detach().float().mean()) == pytest.approx(1.0, abs=0.01)
+    y.sum().backward()
+    assert torch.equal(x.grad == 0, y == 0)
+    torch.manual_seed(4)
+    again = dropout(x)
+    torch.manual_seed(4)
+    assert torch.equal(dropout(x), again) and not torch.equal(again, y)
+    assert dropout.eval()(x) is x
