@@ -27,15 +27,14 @@ class Batch:
     Attributes:
         sources: int64[n, s] rows, or float32[n, s, width] states of the target.
         padding: bool[n, s], where a source has ended.
-        of_source: int64[b], the source of each block; several blocks share one.
-        tokens: int64[b, window + block] rows, the decoder's inputs with masks alone.
+        tokens: int64[b, window + block] rows, the decoder's inputs with masks alone; b / n blocks
+            of each source, one behind the other.
         gold: int64[b, block] rows, what is to be predicted; PADDING behind an output's end.
         committed: int64[b], tokens before each block.
     """
 
     sources: torch.Tensor
     padding: torch.Tensor
-    of_source: torch.Tensor
     tokens: torch.Tensor
     gold: torch.Tensor
     committed: torch.Tensor
@@ -65,7 +64,7 @@ def make_batch(
     joined = padded_states(sources) if sources[0].ndim == 2 else padded(sources)
     lengths = np.array([[len(source)] for source in sources])
     ended = np.arange(joined.shape[1]) >= lengths
-    arrays = (joined, ended, of_source, tokens, gold, committed)
+    arrays = (joined, ended, tokens, gold, committed)
     return Batch(*(torch.from_numpy(array) for array in arrays))
 
 
@@ -88,8 +87,7 @@ def glancing_loss(
         smoothing: of labels.
         generator: chooses which ones, on the host.
     """
-    memory = model.encode(batch.sources)[batch.of_source]
-    padding = batch.padding[batch.of_source]
+    memory, padding = model.encode(batch.sources), batch.padding
     tokens, hidden = batch.tokens, batch.gold != PADDING
     if ratio > 0:
         guessed = torch.full_like(batch.gold, PADDING)

@@ -98,8 +98,9 @@ class BlockModel(nn.Module):
         """float[n, block, num_classes], the logits of the next tokens.
 
         Args:
-            memory: float[n, s, width], of `encode`.
-            padded: bool[n, s], where the source is padding.
+            memory: float[sources, s, width], of `encode`; of each source there are as many blocks,
+                one behind the other.
+            padded: bool[sources, s], where the source is padding.
             tokens: int64[n, window + block], the last committed tokens, PADDING before them, and
                 the block: MASK, or tokens that are shown.
             committed: int64[n], tokens of each output before the block.
@@ -107,15 +108,13 @@ class BlockModel(nn.Module):
                 float[m, num_classes]; default: all of them.
         """
         hidden = self.embedded(tokens, self.places(committed)) + self.slots
-        hidden = self.decoder(
-            self.dropout(hidden),
-            memory,
-            tgt_key_padding_mask=tokens == PADDING,
-            memory_key_padding_mask=padded,
-        )
-        drafted = hidden[:, self.shape.window :]
-        if wanted is not None:
-            drafted = drafted[wanted]
+        hidden = self.dropout(hidden)
+        unread = tokens == PADDING
+        *layers, last = self.decoder.layers
+        for layer in layers:
+            hidden = _decoded(layer, hidden, hidden, unread, memory, padded)
+        drafted = _decoded(last, hidden, hidden[:, self.shape.window :], unread, memory, padded)
+        drafted = self.decoder.norm(drafted if wanted is None else drafted[wanted])
         return nn.functional.linear(drafted, self.output_weight, self.output_bias)
 
     @property
@@ -133,6 +132,36 @@ class BlockModel(nn.Module):
         return self.embedding(tokens) * math.sqrt(self.shape.width) + sinusoids(
             places, self.shape.width
         )
+
+
+def _decoded(
+    layer: nn.TransformerDecoderLayer,
+    hidden: torch.Tensor,
+    kept: torch.Tensor,
+    unread: torch.Tensor,
+    memory: torch.Tensor,
+    padded: torch.Tensor,
+) -> torch.Tensor:
+    """A decoder layer as nn.TransformerDecoderLayer's, at the last places alone: float as `kept`.
+
+    Args:
+        hidden: float[n, m, width], what its attention reads.
+        kept: float[n, k, width], the last k places of it.
+        unread: bool[n, m], where nothing is to be read.
+    """
+    seen = layer.norm1(hidden)
+    asking = seen[:, -kept.shape[1] :]
+    found, _ = layer.self_attn(asking, seen, seen, key_padding_mask=unread, need_weights=False)
+    kept = kept + layer.dropout1(found)
+    # A source's blocks ask together: its memory is projected once for them all.
+    asking = layer.norm2(kept).reshape(len(memory), -1, kept.shape[2])
+    found, _ = layer.multihead_attn(
+        asking, memory, memory, key_padding_mask=padded, need_weights=False
+    )
+    kept = kept + layer.dropout2(found.reshape(kept.shape))
+    inner = layer.dropout(layer.activation(layer.linear1(layer.norm3(kept))))
+    found = layer.dropout3(layer.linear2(inner))
+    return kept + found
 
 
 def sinusoids(places: torch.Tensor, width: int) -> torch.Tensor:
