@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang_ext.block_drafter.accepted_tokens import replay
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Held-out outputs that are replayed each time; all of them at the end.
 _REPLAYED = 200
+# So many batches are drawn at once, of which one is taken.
+_DRAWN = 16
 # What a part of the gold tokens is shown at the start and at the end (GLAT, section 4.1).
 _GLANCING = (0.5, 0.3)
 
@@ -102,6 +105,7 @@ class Trainer:
         self._folder, self._data, self._manifest = folder, data, manifest
         self._recipe, self._device, self._tell = recipe, device, tell
         self._checkpoints = Checkpoints(folder)
+        self._lengths = np.array([len(source) for source in data.learned.sources])
         torch.manual_seed(recipe.seed)
         self._model = BlockModel(
             manifest.shape,
@@ -160,7 +164,7 @@ class Trainer:
         rng = np.random.default_rng([recipe.seed, self.step])
         torch.manual_seed((recipe.seed << 32) + self.step)
         generator = torch.Generator().manual_seed(self.step)
-        rows = rng.integers(len(learned), size=recipe.sources)
+        rows = alike(self._lengths, recipe.sources, rng)
         batch = make_batch(
             [learned.sources[i] for i in rows],
             [learned.outputs[i] for i in rows],
@@ -310,6 +314,19 @@ class Trainer:
 def blocks_to_score(block: int) -> list[int]:
     """The k for which a drafter of this block is scored."""
     return sorted({*(k for k in (2, 4, 5, 6, 8, 10, 15, 20, 25, 30) if k < block), block})
+
+
+def alike(
+    lengths: npt.NDArray[np.int64], count: int, rng: np.random.Generator
+) -> npt.NDArray[np.int64]:
+    """int64[count], random examples of about one length, so that little of a batch is padding.
+
+    Every example is as likely as any other.
+    """
+    drawn = rng.integers(len(lengths), size=_DRAWN * count)
+    by_length = drawn[np.argsort(lengths[drawn], kind="stable")]
+    first = count * rng.integers(_DRAWN)
+    return by_length[first : first + count]
 
 
 def _rate(recipe: Recipe, step: int) -> float:

@@ -14,6 +14,7 @@ from sglang_ext.block_drafter.drafter_files import load_drafter
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
 from sglang_ext.block_drafter.glancing import _shown, make_batch
 from sglang_ext.block_drafter.kept_tokens import MASK, PADDING, UNKNOWN
+from sglang_ext.block_drafter.trainer import alike
 from tests.unit.block_drafter.toy_drafters import (
     RECIPE,
     SHAPE,
@@ -139,6 +140,16 @@ def test_blocks_stand_behind_random_prefixes_and_end_with_the_output():
         last = output[max(0, done - SHAPE.window) : done]
         assert tokens[tokens >= 3].tolist() == last.tolist()
     assert batch.sources.tolist() == [[4, PADDING], [5, 6]]
+
+
+def test_batches_are_of_about_one_length_and_leave_nothing_out():
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(3, 60, size=400)
+    batches = [alike(lengths, 8, rng) for _ in range(2000)]
+    spread = [int(np.ptp(lengths[batch])) for batch in batches]
+    assert np.mean(spread) < 10 and np.ptp(lengths) > 50
+    often = np.bincount(np.concatenate(batches), minlength=len(lengths))
+    assert often.min() > 15 and often.max() < 70  # 40 each
 
 
 def test_the_more_a_first_pass_gets_wrong_the_more_is_shown():
