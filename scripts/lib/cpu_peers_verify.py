@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,16 +26,18 @@ from scripts.lib.spec_bench import Prompt, spec_bench
 from sglang_ext.cpu.attention_kernel import attend
 from sglang_ext.cpu.defaults import ROUNDED
 from sglang_ext.cpu.install import usable_cores
-from sglang_ext.cpu.packed_weights import BITS, Product, as_it_is, in_bits
+from sglang_ext.cpu.packed_weights import Product, as_it_is, bits_of, in_bits
 from sglang_ext.models import resolve
 
+_OVERHEAD = "verify_overhead"
 # Nodes of a step, the root included.
 NODES = 12
 _PROMPTS, _QUICK_PROMPTS = 16, 4
 _TOKENS = 96
 # Of each part, after each prompt.
 _ROUNDS = 15
-_FEWEST_HEAD_BITS = 8  # as servers pack it: sglang_ext/cpu/linear.py
+# All prompts are gone through so often, or until the ratio is off by so little.
+_MOST_TURNS, _ERROR_PERCENT = 20, 3.0
 
 
 def verify_figures(options: argparse.Namespace) -> dict[str, float]:
@@ -60,15 +63,58 @@ def verify_figures(options: argparse.Namespace) -> dict[str, float]:
         linear, attention = linear_pass(shapes(path), form), attention_pass(path, context, form)
         with Server(options.model, [*flags, *more], name="verify") as server:
             verify_seconds(server, prompts[0])  # what is made on first use
-            measured = []
-            for prompt in prompts:
+
+            def measured(prompt: Prompt) -> VerifyTurn:
                 step_s, width = verify_seconds(server, prompt)
-                measured.append((step_s, width, median_seconds(linear), median_seconds(attention)))
-    steps, widths, linears, attentions = zip(*measured, strict=True)
+                return VerifyTurn(step_s, width, median_seconds(linear), median_seconds(attention))
+
+            return repeated(measured, prompts, 1 if options.quick else _MOST_TURNS)
+
+
+@dataclass(frozen=True)
+class VerifyTurn:
+    """A prompt's verify steps and their parts.
+
+    Attributes:
+        step_s: seconds, mean of the steps.
+        width: their nodes, mean.
+        linear_s, attention_s: seconds of these parts, timed right after the steps.
+    """
+
+    step_s: float
+    width: float
+    linear_s: float
+    attention_s: float
+
+
+def repeated(
+    measured: Callable[[Prompt], VerifyTurn], prompts: Sequence[Prompt], most: int
+) -> dict[str, float]:
+    """`overhead_figures` of all prompts, in turns, until they are off by little.
+
+    Args:
+        most: turns.
+    """
+    turns: list[VerifyTurn] = []
+    figures: dict[str, float] = {}
+    for number in range(most):
+        turns += [measured(prompt) for prompt in prompts]
+        figures = overhead_figures(turns)
+        ratio, error = figures[_OVERHEAD], figures[f"{_OVERHEAD}_error_percent"]
+        print(f"turn {number + 1}: {ratio:.3f} of its parts, off by {error:.1f}% at most")
+        if error <= _ERROR_PERCENT:
+            break
+    return figures
+
+
+def overhead_figures(turns: Sequence[VerifyTurn]) -> dict[str, float]:
+    """verify_overhead, its error in percent, and means of what it is made of."""
+    steps = [turn.step_s for turn in turns]
+    linears, attentions = [t.linear_s for t in turns], [t.attention_s for t in turns]
     parts = [sum(pair) for pair in zip(linears, attentions, strict=True)]
-    return ratio_figures("verify_overhead", steps, parts) | {
+    return ratio_figures(_OVERHEAD, steps, parts) | {
         "verify_step_ms": 1e3 * statistics.mean(steps),
-        "verify_width": statistics.mean(widths),
+        "verify_width": statistics.mean(turn.width for turn in turns),
         "verify_linear_ms": 1e3 * statistics.mean(linears),
         "verify_attention_ms": 1e3 * statistics.mean(attentions),
     }
@@ -118,7 +164,7 @@ def linear_pass(weights: Sequence[tuple[int, int]], form: str) -> Callable[[], N
         form: of the weights, as `--cpu-weights`.
     """
     *body, head = weights
-    made = [*(packed(shape, form) for shape in body), packed(head, form, _FEWEST_HEAD_BITS)]
+    made = [*(packed(shape, form) for shape in body), packed(head, form, head=True)]
     by_size = {size: torch.randn(NODES, size) for _, size in weights}
     rows = [by_size[size] for _, size in weights]
 
@@ -129,10 +175,10 @@ def linear_pass(weights: Sequence[tuple[int, int]], form: str) -> Callable[[], N
     return work
 
 
-def packed(shape: tuple[int, int], form: str, fewest_bits: int = 0) -> Product:
+def packed(shape: tuple[int, int], form: str, *, head: bool = False) -> Product:
     """A random weight of this shape as a server packs it."""
-    bits, weight = BITS.get(form), torch.randn(shape)
-    return as_it_is(weight) if bits is None else in_bits(weight, max(bits, fewest_bits))
+    bits, weight = bits_of(form, head=head), torch.randn(shape)
+    return as_it_is(weight) if bits is None else in_bits(weight, bits)
 
 
 def attention_pass(model_path: str, context: int, form: str) -> Callable[[], None]:

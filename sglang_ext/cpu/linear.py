@@ -28,6 +28,7 @@ from sglang_ext.cpu.packed_weights import (
     PackedWeight,
     PlainWeight,
     Product,
+    bits_of,
     can_pack,
     for_encoder,
     for_prefill,
@@ -46,9 +47,6 @@ from sglang_ext.sglang_points.hooking import hook
 from sglang_ext.whisper.encoder_decoder import is_in_encoder, is_prefill_only
 
 PREPACK_VARIABLE = "SGLANG_EXT_CPU_PREPACK"
-
-# The tokens that a head ranks lie close together.
-_FEWEST_HEAD_BITS = 8
 
 # Raised by every weight update that does not run process_weights_after_loading.
 _weights_version = 0
@@ -97,12 +95,12 @@ class _PackedMethod:
 def _made(layer: Any, head: bool) -> _Packed | None:
     """The layer's weight packed as `--cpu-weights` asks for; None: it is of no type that can be."""
     form = Options.from_env().cpu_weights
-    bits = BITS.get(form)
+    bits = bits_of(form, head=head)
     if bits is not None and is_float_matrix(layer.weight):
         pack = in_bits
         if has_fast_encoder(form) and is_prefill_only(layer):
             pack = for_encoder if is_in_encoder(layer) else for_prefill
-        made = pack(layer.weight, max(bits, _FEWEST_HEAD_BITS) if head else bits)
+        made = pack(layer.weight, bits)
         if not isinstance(made, PlainWeight) and _has_it_alone(layer, head) and not keeps_weights():
             release(layer)
         return _Packed(made, layer.weight, _weights_version)

@@ -22,6 +22,9 @@ from speech.bf16_products import has_fast_bf16
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
 """Of a weight, by the formats of `--cpu-weights` that have fewer than float32."""
 
+# The tokens that a head ranks lie close together.
+_FEWEST_HEAD_BITS = 8
+
 # `bf16` rounds no row.
 _FAST_ENCODER_FORMS = ("int8", "int4")
 
@@ -32,6 +35,16 @@ ENCODER_VARIABLE = "SGLANG_EXT_CPU_FAST_ENCODER"
 def has_fast_encoder(form: str) -> bool:
     """Whether layers that run at prefill only have products of many rows with `--cpu-weights`."""
     return form in _FAST_ENCODER_FORMS and os.environ.get(ENCODER_VARIABLE) != "0"
+
+
+def bits_of(form: str, *, head: bool = False) -> int | None:
+    """Of a weight with this format of `--cpu-weights`; None: as many as it has.
+
+    Args:
+        head: whether it is an LM head's, which has 8 at least.
+    """
+    bits = BITS.get(form)
+    return max(bits, _FEWEST_HEAD_BITS) if bits is not None and head else bits
 
 
 class PackedWeight:

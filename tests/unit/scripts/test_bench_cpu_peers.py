@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 from functools import partial
@@ -29,7 +30,14 @@ from scripts.lib.cpu_peers_llm import BATCHES, COLD, LOOKUP, TURN, WARM, WORKLOA
 from scripts.lib.cpu_peers_llm import PEER as LLAMA
 from scripts.lib.cpu_peers_llm import figures_of as llm_figures_of
 from scripts.lib.cpu_peers_page import write_page
-from scripts.lib.cpu_peers_verify import NODES, attention_pass, linear_pass, median_seconds
+from scripts.lib.cpu_peers_verify import (
+    NODES,
+    VerifyTurn,
+    attention_pass,
+    linear_pass,
+    median_seconds,
+    repeated,
+)
 from scripts.lib.peer_llama import Row, Sequences
 from scripts.lib.peer_process import PeerError, PeerProcess
 from sglang_ext.options import Options
@@ -340,6 +348,33 @@ def test_mismatches_are_told_by_form(monkeypatch):
     found = cpu_peers_formats.lossless_part("int4")(options)
     assert found == {"mismatches_int4": 0, "prompts_int4": 100}
     assert asked[0][3] == "int4"
+
+
+def test_verify_steps_are_measured_until_their_ratio_is_sure():
+    steps = iter([0.010, 0.030] + [0.020] * 1000)
+    asked = []
+
+    def measured(prompt):
+        asked.append(prompt)
+        return VerifyTurn(next(steps), 12.0, linear_s=0.015, attention_s=0.001)
+
+    figures = repeated(measured, ["a", "b"], most=500)
+    assert figures["verify_overhead"] == pytest.approx(1.25)
+    assert figures["verify_overhead_error_percent"] <= 3.0
+    assert 4 < len(asked) < 1000 and asked[:4] == ["a", "b", "a", "b"]
+    assert figures["verify_step_ms"] == pytest.approx(20.0)
+
+
+def test_verify_steps_that_never_agree_are_measured_so_often_and_no_more():
+    steps = itertools.cycle([0.010, 0.030])
+    asked = []
+
+    def measured(prompt):
+        asked.append(prompt)
+        return VerifyTurn(next(steps), 12.0, linear_s=0.015, attention_s=0.001)
+
+    assert repeated(measured, ["a", "b"], most=3)["verify_overhead_error_percent"] > 3.0
+    assert len(asked) == 6
 
 
 @pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4"])
