@@ -2,13 +2,13 @@
 
 What a drafter with a shared encoder reads in place of tokens: the residual stream at the source's
 tokens, behind some of the target's layers, made even (`even_states`). The target is transformers'
-model, in float32, run as far as that layer.
+model, run as far as that layer; what all prompts begin with it reads once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, SourceR
 from sglang_ext.block_drafter.shapes import TargetStates
 from sglang_ext.block_drafter.training_data import Tokens, TrainingData, source_span
 from sglang_ext.models import resolve
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 NAME = "states.f16"
 # Prompts that the target reads at once.
@@ -44,6 +47,7 @@ class StatesReader:
         model: a name of `sglang-ext models list`, a path or a hub id.
         layer: behind so many layers; 0: two thirds of them.
         device: torch's name of where it runs.
+        bf16: whether it runs in bfloat16; else in float32.
 
     Attributes:
         states: what is read.
@@ -52,11 +56,13 @@ class StatesReader:
         BlockDrafterError: the target cannot be loaded, or has no such layer.
     """
 
-    def __init__(self, model: str, layer: int, device: str = "cpu") -> None:
+    def __init__(self, model: str, layer: int, device: str = "cpu", *, bf16: bool = False) -> None:
         from transformers import AutoModel
 
+        dtype = torch.bfloat16 if bf16 else torch.float32
+
         try:
-            made = AutoModel.from_pretrained(resolve(model), dtype=torch.float32)
+            made = AutoModel.from_pretrained(resolve(model), dtype=dtype)
         except Exception as error:  # of many kinds: no files, no network, damaged weights
             reason = " ".join(str(error).split())[:200]
             raise BlockDrafterError(f"{model}: cannot be loaded as a target: {reason}") from None
@@ -75,22 +81,64 @@ class StatesReader:
             raise BlockDrafterError(f"{model} has no list of {depth} decoder layers to read from")
         self._model, self._device = made.to(device).eval(), device
         self._seen: torch.Tensor | None = None
+        self._template: Tokens = np.empty(0, np.int32)
+        self._keys_values: list[tuple[torch.Tensor, torch.Tensor]] = []
         layers[layer].register_forward_pre_hook(self._take, with_kwargs=True)
         self.states = TargetStates(layer, config.hidden_size)
 
     @torch.inference_mode()
-    def read(self, prompts: Sequence[Tokens]) -> torch.Tensor:
-        """float16[n, longest, width], the states of each prompt's tokens, anything behind them."""
-        longest = max(map(len, prompts))
-        tokens = torch.zeros((len(prompts), longest), dtype=torch.long)
-        there = torch.zeros_like(tokens)
-        for row, mask, prompt in zip(tokens, there, prompts, strict=True):
-            row[: len(prompt)] = torch.from_numpy(prompt.astype(np.int64))
-            mask[: len(prompt)] = 1
+    def begin_with(self, template: Tokens) -> None:
+        """Read what prompts begin with, int32[p], once for all that do."""
+        from transformers import DynamicCache
+
+        self._template, self._keys_values = template[:0], []
+        if not len(template):
+            return
+        cache = DynamicCache()
+        self._run([template], cache)
+        layers = cache.layers[: self.states.layer]
+        # Others (of a window, of states as Mamba's) cannot be handed on: prompts are read whole.
+        if all(type(each).__name__ == "DynamicLayer" and each.keys is not None for each in layers):
+            self._template = template
+            self._keys_values = [(each.keys, each.values) for each in layers]
+
+    @torch.inference_mode()
+    def read(self, prompts: Sequence[Tokens], spans: Sequence[slice]) -> list[torch.Tensor]:
+        """float16[s, width] of each prompt, the states of the tokens within its span."""
+        shared = len(self._template)
+        if any(
+            span.start < shared or not np.array_equal(prompt[:shared], self._template)
+            for prompt, span in zip(prompts, spans, strict=True)
+        ):
+            shared = 0
+        read = [prompt[shared : span.stop] for prompt, span in zip(prompts, spans, strict=True)]
+        seen = even_states(self._run(read, self._behind_template(len(read)) if shared else None))
+        return [
+            row[span.start - shared : span.stop - shared]
+            for row, span in zip(seen.cpu(), spans, strict=True)
+        ]
+
+    def _behind_template(self, prompts: int) -> "DynamicCache":
+        """A cache in which so many prompts begin with the template."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        for layer, pair in enumerate(self._keys_values):
+            cache.update(*(each.expand(prompts, -1, -1, -1) for each in pair), layer)
+        return cache
+
+    def _run(self, rows: Sequence[Tokens], cache: "DynamicCache | None") -> torch.Tensor:
+        """float[n, longest, width], the states of rows behind what a cache holds.
+
+        Behind a row's end there is anything: no token sees those behind it.
+        """
+        tokens = torch.zeros((len(rows), max(map(len, rows))), dtype=torch.long)
+        for padded, row in zip(tokens, rows, strict=True):
+            padded[: len(row)] = torch.from_numpy(row.astype(np.int64))
         with suppress(_ReadEnoughError):
-            self._model(tokens.to(self._device), attention_mask=there.to(self._device))
+            self._model(tokens.to(self._device), past_key_values=cache, use_cache=cache is not None)
         assert self._seen is not None
-        return even_states(self._seen).cpu()
+        return self._seen
 
     def _take(self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._seen = args[0] if args else kwargs["hidden_states"]
@@ -129,6 +177,7 @@ def kept_states(
         BlockDrafterError: the file cannot be written.
     """
     path = folder / f"{data.digest()}-{reader.states.layer}.{NAME}"
+    reader.begin_with(np.array(rule.before, np.int32))
     spans = [source_span(example.prompt, rule) for example in data.examples]
     ends = np.cumsum([span.stop - span.start for span in spans])
     try:
@@ -162,7 +211,7 @@ def _write(
             file.truncate(kept)
         for first in range(done, len(spans), _AT_ONCE):
             examples = data.examples[first : first + _AT_ONCE]
-            states = reader.read([example.prompt for example in examples])
-            for i in range(len(examples)):
-                file.write(states[i, spans[first + i]].numpy().tobytes())
+            within = spans[first : first + len(examples)]
+            for states in reader.read([example.prompt for example in examples], within):
+                file.write(states.numpy().tobytes())
             tell(first + len(examples))

@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     reader = None
     if args.encoder == "target":
         check_examples(data)
-        reader = StatesReader(args.model, args.encoder_layer, args.device)
+        bf16 = in_bf16(args)
+        reader = StatesReader(args.model, args.encoder_layer, args.device, bf16=bf16)
     rule = source_rule(data, shape.source_tokens)
     with _states(args, data, rule, reader) as states:
         trained = _train(args, shape, target, data, rule, reader, states)

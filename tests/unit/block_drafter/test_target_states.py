@@ -51,16 +51,43 @@ def trained(tmp_path_factory, reader):
 def test_states_are_the_targets_residual_stream_made_even(lm, reader):
     prompts = [np.array([5, 6, 12, 10, 7], np.int32), np.array([9, 8], np.int32)]
     model = AutoModelForCausalLM.from_pretrained(lm, dtype=torch.float32).eval()
-    found = reader.read(prompts)
-    assert found.dtype == torch.float16 and reader.states == TargetStates(2, 64)
-    for states, prompt in zip(found, prompts, strict=True):
-        with torch.inference_mode():
-            ids = torch.from_numpy(prompt.astype(np.int64))[None]
-            hidden = model(ids, output_hidden_states=True).hidden_states[2][0]
-        wanted = (hidden - hidden.mean(-1, keepdim=True)) / hidden.std(-1, False, keepdim=True)
-        assert torch.allclose(states[: len(prompt)].float(), wanted, atol=0.02)
+    spans = [slice(1, 4), slice(0, 2)]
+    found = reader.read(prompts, spans)
+    assert reader.states == TargetStates(2, 64)
+    for states, prompt, span in zip(found, prompts, spans, strict=True):
+        assert states.dtype == torch.float16
+        assert torch.allclose(states.float(), residual_stream(model, prompt)[span], atol=0.02)
     huge = even_states(torch.tensor([[1e6, -1e6, 3.0, 4.0]]))
     assert torch.isfinite(huge).all()
+
+
+def residual_stream(model, prompt) -> torch.Tensor:
+    """float[n, width] behind two layers, made even."""
+    with torch.inference_mode():
+        ids = torch.from_numpy(prompt.astype(np.int64))[None]
+        hidden = model(ids, output_hidden_states=True).hidden_states[2][0]
+    return (hidden - hidden.mean(-1, keepdim=True)) / hidden.std(-1, False, keepdim=True)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_what_all_prompts_begin_with_is_read_once(lm, bf16):
+    reader = StatesReader(str(lm), 2, bf16=bf16)
+    model = AutoModelForCausalLM.from_pretrained(lm, dtype=torch.float32).eval()
+    read: list[int] = []
+    reader._model.register_forward_pre_hook(
+        lambda _model, args, kwargs: read.append(args[0].numel()), with_kwargs=True
+    )
+    template = np.array([5, 6, 12], np.int32)
+    reader.begin_with(template)
+    prompts = [np.array([5, 6, 12, 10, 7, 9], np.int32), np.array([5, 6, 12, 8, 3], np.int32)]
+    spans = [slice(3, 5), slice(4, 5)]
+    found = reader.read(prompts, spans)
+    other = np.array([5, 7, 12, 8, 3], np.int32)
+    found += reader.read([prompts[0], other], spans)
+    assert read == [3, 2 * 2, 2 * 5]
+    for states, prompt, span in zip(found, [*prompts, prompts[0], other], spans * 2, strict=True):
+        wanted = residual_stream(model, prompt)[span]
+        assert torch.allclose(states.float(), wanted, atol=0.1 if bf16 else 0.02)
 
 
 def test_two_thirds_of_the_layers_are_read_unless_one_is_named(lm):
