@@ -105,8 +105,9 @@ class SpeculativeWorker(CorpusEndpoints, BaseSpecWorker):
             self.vocab_size, self.device, self.model_runner.max_running_requests
         )
         self._batches = VerifyBatches(
-            self._target_worker, pool, allocator, self._penalties, self.device, kind.on_host
-        )
+            self._target_worker, pool, allocator, self._penalties, self.device, kind.on_host,
+            self._runtime.moved,
+        )  # fmt: skip
         drafters = self.planner.drafters
         self._corpora = Corpora(drafters.values())
         rank = get_parallel().dp_rank or 0

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.block_drafter.block_predictor import BlockPredictor, Source, SourceMemory
+from sglang_ext.block_drafter.block_predictor import BlockPredictor, SourceMemory, Written
 from sglang_ext.block_drafter.kept_tokens import UNKNOWN
+from sglang_ext.block_drafter.training_set import Pairs, ReadPairs
 
 Rows = npt.NDArray[np.int64]
 _BATCH = 32
@@ -31,40 +32,38 @@ class Accepted:
         return self.tokens / self.steps if self.steps else 0.0
 
 
-def replay(
-    predictor: BlockPredictor, sources: Sequence[Source], outputs: Sequence[Rows], block: int
-) -> Accepted:
+def replay(predictor: BlockPredictor, pairs: Pairs, block: int, most: int) -> Accepted:
     """Decode known greedy outputs by drafted chains of `block` tokens, exactly as a server would.
 
     A step drafts, keeps the tokens up to the first that is not the output's, and commits the
     output's own behind them. The first token of an output is its prefill's.
 
     Args:
-        sources: of each as `BlockPredictor.encode` takes it.
-        outputs: int64[n] rows of each; a token that cannot be drafted is UNKNOWN there.
+        pairs: of which the first `most` are decoded; a token that cannot be drafted is UNKNOWN.
     """
     accepted = Accepted()
-    for first in range(0, len(outputs), _BATCH):
-        rows = outputs[first : first + _BATCH]
-        memories = predictor.encode(sources[first : first + _BATCH])
-        _replay_batch(predictor, memories, rows, block, accepted)
+    end = min(most, len(pairs))
+    for first in range(0, end, _BATCH):
+        part = pairs.read(range(first, min(first + _BATCH, end)))
+        memories = predictor.encode(part.sources)
+        _replay_batch(predictor, memories, part, block, accepted)
     return accepted
 
 
 def _replay_batch(
     predictor: BlockPredictor,
     memories: Sequence[SourceMemory],
-    outputs: Sequence[Rows],
+    pairs: ReadPairs,
     block: int,
     accepted: Accepted,
 ) -> None:
+    outputs = pairs.outputs
     done = [1] * len(outputs)
     running = [i for i, output in enumerate(outputs) if len(output) > 1]
     while running:
         blocks = predictor.predict(
             [memories[i] for i in running],
-            [outputs[i][: done[i]] for i in running],
-            [done[i] for i in running],
+            [_written(pairs, i, done[i]) for i in running],
             choices=1,
         )
         for i, drafted in zip(running, blocks, strict=True):
@@ -74,6 +73,14 @@ def _replay_batch(
             accepted.tokens += committed
             accepted.steps += 1
         running = [i for i in running if done[i] < len(outputs[i])]
+
+
+def _written(pairs: ReadPairs, number: int, done: int) -> Written:
+    """What a request has written that has `done` tokens of an output."""
+    rows = pairs.outputs[number][:done]
+    if pairs.written is None:
+        return Written.of_rows(rows, done)
+    return Written(done, int(rows[-1]), pairs.written[number][: done - 1], np.arange(done - 1))
 
 
 def agreed(drafted: Rows, output: Rows) -> int:

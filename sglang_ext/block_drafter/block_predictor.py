@@ -1,7 +1,8 @@
 """The block drafter as it is served: the source's keys and values kept, int8 on CPUs.
 
 Computes what `BlockModel` computes, without dropout. What a request pays once is its encoder pass
-and the decoder's keys and values of the source; a step is one decoder pass of all requests.
+and the decoder's keys and values of the source; a step is one decoder pass of all requests, and
+keys and values of the last tokens that they have written.
 """
 
 import warnings
@@ -16,9 +17,9 @@ from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from sglang_ext.block_drafter.kept_tokens import MASK, PADDING, UNKNOWN
 from sglang_ext.block_drafter.nat_model import BlockModel
+from sglang_ext.block_drafter.states_on_disk import States
 
 Rows = npt.NDArray[np.int64]
-States = npt.NDArray[np.float16]
 Source = Rows | States
 _Apply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -36,6 +37,31 @@ class SourceMemory:
     @property
     def nbytes(self) -> int:
         return self.keys_values.nbytes
+
+
+@dataclass(frozen=True)
+class Written:
+    """The output of a request so far.
+
+    Attributes:
+        committed: its tokens.
+        last: row of the last of them; PADDING: there is none.
+        read: of some of the tokens before that one the rows, int64[m], or float16[m, states.width]
+            where the drafter reads the target's states; the last `window` of them are enough.
+        places: int64[m], where in the output they are.
+    """
+
+    committed: int
+    last: int
+    read: Source
+    places: Rows
+
+    @classmethod
+    def of_rows(cls, rows: Rows, committed: int) -> "Written":
+        """Of a request whose last tokens are these rows, int64[m]."""
+        before = rows[:-1]
+        places = committed - 1 - len(before) + np.arange(len(before))
+        return cls(committed, int(rows[-1]) if len(rows) else PADDING, before, places)
 
 
 @dataclass(frozen=True)
@@ -90,7 +116,8 @@ class BlockPredictor:
         hidden = self._model.embedded(tokens, places)
         for layer in self._encoder:
             hidden = layer.run(hidden, seen, self._heads)
-        kept = self._keys_values(_normed(hidden, self._model.encoder.norm))
+        encoded = _normed(hidden, self._model.encoder.norm) + self._model.kinds[0]
+        kept = self._keys_values(encoded)
         return [
             SourceMemory(kept[i, :, :, :, : len(rows)].clone()) for i, rows in enumerate(rows_of)
         ]
@@ -114,52 +141,70 @@ class BlockPredictor:
     def predict(
         self,
         memories: Sequence[SourceMemory],
-        last: Sequence[Rows],
-        committed: Sequence[int],
+        written: Sequence[Written],
         choices: int,
     ) -> list[Block]:
         """The next tokens of each request.
 
         Args:
-            last: int64[m], the last committed tokens of each as rows; `window` of them are read.
-            committed: how many tokens each has committed.
             choices: how many of the likeliest are given at each place.
         """
-        tokens = windows(last, self._shape.window, self._shape.block)
+        tokens = block_inputs([each.last for each in written], self._shape.block)
         rows = torch.from_numpy(tokens).to(self._device)
-        places = self._model.places(torch.tensor(committed, device=self._device))
-        hidden = self._model.embedded(rows, places) + self._model.slots
-        seen = (rows != PADDING)[:, None, None]
-        kept, in_source = _together([m.keys_values for m in memories])
-        final = len(self._decoder) - 1
+        committed = torch.tensor([each.committed for each in written], device=self._device)
+        hidden = self._model.embedded(rows, self._model.places(committed)) + self._model.slots
+        kept, read = _together(
+            [
+                torch.cat([memory.keys_values, own], dim=3)
+                for memory, own in zip(memories, self._of_written(written), strict=True)
+            ]
+        )
         for number, layer in enumerate(self._decoder):
-            # Of the last layer nothing reads the window's places.
-            wanted = self._shape.block if number == final else hidden.shape[1]
-            hidden = layer.run(hidden, seen, kept[:, number], in_source, self._heads, wanted)
-        hidden = _normed(hidden, self._model.decoder.norm)
+            hidden = layer.run(hidden, kept[:, number], read, self._heads)
+        hidden = _normed(hidden[:, 1:], self._model.decoder.norm)
         logits = self._output(hidden).float()
         best = logits.topk(min(choices, logits.shape[-1]))
         logprobs = (best.values - logits.logsumexp(-1, keepdim=True)).cpu().numpy()
         predicted = (best.indices + UNKNOWN).cpu().numpy()
         return [Block(predicted[i], logprobs[i]) for i in range(len(memories))]
 
+    def _of_written(self, written: Sequence[Written]) -> list[torch.Tensor]:
+        """float[decoder layers, 2, heads, m, width / heads], keys and values of each output."""
+        window = self._shape.window
+        read = [each.read[-window:] for each in written]
+        if not any(map(len, read)):
+            shape = self._shape
+            sizes = (shape.decoder_layers, 2, self._heads, 0, shape.width // self._heads)
+            return [torch.empty(sizes, device=self._device)] * len(read)
+        places = [each.places[-window:] for each in written]
+        memory = self._model.remembered(
+            torch.from_numpy(padded(read)).to(self._device),
+            torch.from_numpy(padded(places)).to(self._device),
+            written=True,
+        )
+        kept = self._keys_values(memory)
+        return [each[:, :, :, : len(own)] for each, own in zip(kept, read, strict=True)]
 
-def windows(last: Sequence[Rows], window: int, block: int) -> Rows:
-    """int64[n, window + block], the decoder's inputs: last committed tokens, then the masks."""
-    tokens = np.full((len(last), window + block), PADDING, dtype=np.int64)
-    tokens[:, window:] = MASK
-    for row, rows in zip(tokens, last, strict=True):
-        rows = rows[-window:]
-        row[window - len(rows) : window] = rows
+
+def block_inputs(last: Sequence[int], block: int) -> Rows:
+    """int64[n, 1 + block], the decoder's inputs: the last committed tokens' rows, then masks."""
+    tokens = np.full((len(last), 1 + block), MASK, dtype=np.int64)
+    tokens[:, 0] = last
     return tokens
 
 
-def padded(sequences: Sequence[Source]) -> Rows:
-    """int64[n, longest], PADDING behind each, of rows."""
-    rows = np.full((len(sequences), max(map(len, sequences))), PADDING, dtype=np.int64)
-    for row, sequence in zip(rows, sequences, strict=True):
+def padded(sequences: Sequence[Source]) -> Rows | npt.NDArray[np.float32]:
+    """Sequences as one array, the longest's length: int64[n, longest], PADDING behind each's rows.
+
+    Of states float32[n, longest, width], zeros behind each's.
+    """
+    first = sequences[0]
+    kind = np.float32 if first.ndim == 2 else np.int64
+    longest = max(map(len, sequences))
+    joined = np.full((len(sequences), longest, *first.shape[1:]), PADDING, dtype=kind)
+    for row, sequence in zip(joined, sequences, strict=True):
         row[: len(sequence)] = sequence
-    return rows
+    return joined
 
 
 class _EncoderLayer:
@@ -175,7 +220,7 @@ class _EncoderLayer:
     def run(self, hidden: torch.Tensor, seen: torch.Tensor, heads: int) -> torch.Tensor:
         """float[n, m, width] of the same; seen: bool[n, 1, 1, m]."""
         parts = self._norms[0], self._qkv, self._out
-        hidden = hidden + _attended(hidden, *parts, seen, heads, hidden.shape[1])
+        hidden = hidden + _attended(hidden, *parts, seen, heads)
         return hidden + self._forward(_normed(hidden, self._norms[1]))
 
 
@@ -194,28 +239,25 @@ class _DecoderLayer:
         self._forward = _feedforward(layer, int8)
 
     def keys_values(self, memory: torch.Tensor, heads: int) -> torch.Tensor:
-        """float[n, 2, heads, s, width / heads] of float[n, s, width]."""
+        """float[n, 2, heads, m, width / heads] of float[n, m, width]."""
         return _by_head(self._source(memory), 2, heads)
 
     def run(
         self,
         hidden: torch.Tensor,
-        seen: torch.Tensor,
-        source: torch.Tensor,
-        in_source: torch.Tensor | None,
+        memory: torch.Tensor,
+        read: torch.Tensor | None,
         heads: int,
-        wanted: int,
     ) -> torch.Tensor:
-        """float[n, wanted, width], the last places of float[n, m, width].
+        """float[n, k, width] of the same.
 
         Args:
-            source: of `keys_values`.
-            in_source: bool[n, 1, 1, s]; None: everywhere.
+            memory: of `keys_values`.
+            read: bool[n, 1, 1, m], which entries of it are; None: all.
         """
-        own = _attended(hidden, self._norms[0], self._qkv, self._out, seen, heads, wanted)
-        hidden = hidden[:, -wanted:] + own
+        hidden = hidden + _attended(hidden, self._norms[0], self._qkv, self._out, None, heads)
         query = _by_head(self._query(_normed(hidden, self._norms[1])), 1, heads)[:, 0]
-        found = scaled_dot_product_attention(query, source[:, 0], source[:, 1], in_source)
+        found = scaled_dot_product_attention(query, memory[:, 0], memory[:, 1], read)
         hidden = hidden + self._cross_out(_joined(found))
         return hidden + self._forward(_normed(hidden, self._norms[2]))
 
@@ -225,13 +267,12 @@ def _attended(
     norm: nn.LayerNorm,
     qkv: _Apply,
     out: _Apply,
-    seen: torch.Tensor,
+    seen: torch.Tensor | None,
     heads: int,
-    wanted: int,
 ) -> torch.Tensor:
-    """float[n, wanted, width], what the last places find in all."""
+    """float[n, m, width], what each place finds in all; seen: bool[n, 1, 1, m], None: all."""
     query, key, value = _by_head(qkv(_normed(hidden, norm)), 3, heads).unbind(1)
-    found = scaled_dot_product_attention(query[:, :, -wanted:], key, value, seen)
+    found = scaled_dot_product_attention(query, key, value, seen)
     return out(_joined(found))
 
 
@@ -247,7 +288,7 @@ def _joined(by_head: torch.Tensor) -> torch.Tensor:
 
 
 def _together(kept: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Sources of different lengths as one tensor, and where each has tokens (None: everywhere)."""
+    """Memories of different lengths as one tensor, and where each has entries (None: all)."""
     lengths = [memory.shape[3] for memory in kept]
     longest = max(lengths)
     if min(lengths) == longest:

@@ -13,9 +13,8 @@ from typing import Any
 from sglang_ext.block_drafter.shapes import Shape, TargetStates
 
 NAME = "drafter.json"
-FORMAT = 1
-# Of drafters that read the target's states, which version 1 cannot serve.
-FORMAT_STATES = 2
+# 1 and 2 read a window of tokens, or states of the source alone.
+FORMAT = 3
 KIND = "block"
 _MAX_BYTES = 1 << 24
 
@@ -81,8 +80,7 @@ class Manifest:
         stated = asdict(self)
         if self.states is None:
             del stated["states"]
-        version = FORMAT if self.states is None else FORMAT_STATES
-        return json.dumps({"format": version, "kind": KIND, **stated}, indent=1) + "\n"
+        return json.dumps({"format": FORMAT, "kind": KIND, **stated}, indent=1) + "\n"
 
 
 def is_drafter_folder(folder: str | Path) -> bool:
@@ -158,9 +156,10 @@ def _parse(content: Any) -> Manifest:
     """Raises KeyError, TypeError, ValueError: it is no manifest."""
     if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
-    if content.get("format") not in (FORMAT, FORMAT_STATES):
-        known = f"{FORMAT} and {FORMAT_STATES}"
-        raise ValueError(f"format {content.get('format')!r}, and this version reads {known}")
+    if content.get("format") != FORMAT:
+        raise ValueError(
+            f"format {content.get('format')!r}, and this version reads {FORMAT}: train it again"
+        )
     if content.get("kind") != KIND:
         raise ValueError(f"kind {content.get('kind')!r}, expected {KIND}")
     texts = {name: _of(content, name, str) for name in ("target", "tokenizer", "weights")}

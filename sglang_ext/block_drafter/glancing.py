@@ -1,4 +1,4 @@
-"""Training batches of the block drafter, and their loss: random prefixes and glancing.
+"""Training batches of the block drafter, and their loss: random prefixes, and glancing.
 
 Sources: SpecDec (arXiv 2203.16487, section 3.2: the loss of the next k tokens behind a random
 prefix), GLAT (Qian et al., ACL 2021: a first pass decides how many gold tokens are shown).
@@ -12,10 +12,11 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import cross_entropy
 
-from sglang_ext.block_drafter.block_predictor import Source, padded, windows
+from sglang_ext.block_drafter.block_predictor import Source, block_inputs, padded
 from sglang_ext.block_drafter.kept_tokens import PADDING, UNKNOWN
 from sglang_ext.block_drafter.nat_model import BlockModel
 from sglang_ext.block_drafter.shapes import Shape
+from sglang_ext.block_drafter.states_on_disk import States
 
 Rows = npt.NDArray[np.int64]
 
@@ -25,16 +26,19 @@ class Batch:
     """Blocks to be predicted.
 
     Attributes:
-        sources: int64[n, s] rows, or float32[n, s, width] states of the target.
-        padding: bool[n, s], where a source has ended.
-        tokens: int64[b, window + block] rows, the decoder's inputs with masks alone; b / n blocks
-            of each source, one behind the other.
+        sources: int64[n, s] rows, or float32[n, s, states.width] of the target.
+        written: int64[n, m] rows of outputs without their last token, or the target's states at
+            these, float32[n, m, states.width].
+        seen: bool[b, s + m], which of both each block may read.
+        tokens: int64[b, 1 + block] rows, the decoder's inputs with masks alone; b / n blocks of
+            each source, one behind the other.
         gold: int64[b, block] rows, what is to be predicted; PADDING behind an output's end.
         committed: int64[b], tokens before each block.
     """
 
     sources: torch.Tensor
-    padding: torch.Tensor
+    written: torch.Tensor
+    seen: torch.Tensor
     tokens: torch.Tensor
     gold: torch.Tensor
     committed: torch.Tensor
@@ -50,59 +54,90 @@ def make_batch(
     shape: Shape,
     prefixes: int,
     rng: np.random.Generator,
+    written: Sequence[States] | None = None,
 ) -> Batch:
-    """`prefixes` blocks of each output, each behind a prefix of random length, 0 included."""
-    of_source = np.repeat(np.arange(len(sources)), prefixes)
-    committed = np.array([int(rng.integers(len(outputs[i]))) for i in of_source])
-    gold = np.full((len(of_source), shape.block), PADDING, dtype=np.int64)
+    """`prefixes` blocks of each output, behind prefixes of random lengths, as different as can be.
+
+    Args:
+        written: the target's states at each output's tokens but the last; a drafter that reads
+            them drafts nothing behind prefixes of length 0.
+    """
+    least = 0 if written is None else 1
+    lengths = np.stack([_lengths(least, len(output), prefixes, rng) for output in outputs])
+    committed = lengths.reshape(-1)
+    gold = np.full((len(committed), shape.block), PADDING, dtype=np.int64)
     last = []
-    for row, i, done in zip(gold, of_source, committed, strict=True):
+    which = np.repeat(np.arange(len(outputs)), prefixes)
+    for row, i, done in zip(gold, which, committed, strict=True):
         following = outputs[i][done : done + shape.block]
         row[: len(following)] = following
-        last.append(outputs[i][max(0, done - shape.window) : done])
-    tokens = windows(last, shape.window, shape.block)
-    joined = padded_states(sources) if sources[0].ndim == 2 else padded(sources)
-    lengths = np.array([[len(source)] for source in sources])
-    ended = np.arange(joined.shape[1]) >= lengths
-    arrays = (joined, ended, tokens, gold, committed)
+        last.append(outputs[i][done - 1] if done else PADDING)
+    before = [output[:-1] for output in outputs] if written is None else written
+    arrays = (
+        padded(sources), padded(before), _seen(sources, before, lengths, shape.window),
+        block_inputs(last, shape.block), gold, committed,
+    )  # fmt: skip
     return Batch(*(torch.from_numpy(array) for array in arrays))
 
 
-def padded_states(sources: Sequence[Source]) -> npt.NDArray[np.float32]:
-    """float32[n, longest, width], zeros behind each source's states."""
-    longest = max(map(len, sources))
-    joined = np.zeros((len(sources), longest, sources[0].shape[1]), dtype=np.float32)
-    for row, states in zip(joined, sources, strict=True):
-        row[: len(states)] = states
-    return joined
+def _lengths(least: int, tokens: int, count: int, rng: np.random.Generator) -> Rows:
+    """int64[count], of prefixes: `least` to one below `tokens`, or `least`."""
+    possible = np.arange(least, max(tokens, least + 1))
+    return np.resize(rng.permutation(possible), count)
 
 
-def glancing_loss(
-    model: BlockModel, batch: Batch, ratio: float, smoothing: float, generator: torch.Generator
+def _seen(
+    sources: Sequence[Source], written: Sequence[Source], lengths: Rows, window: int
+) -> npt.NDArray[np.bool_]:
+    """bool[b, s + m]: all of a source, and before a block's last token `window` tokens."""
+    in_source = np.arange(max(map(len, sources))) < np.array([[len(s)] for s in sources])
+    place, last = np.arange(max(map(len, written))), lengths.reshape(-1, 1) - 1
+    in_output = (place < last) & (place >= last - window)
+    return np.concatenate([in_source.repeat(lengths.shape[1], 0), in_output], axis=1)
+
+
+def block_loss(
+    model: BlockModel,
+    batch: Batch,
+    *,
+    glancing: float,
+    fading: float,
+    smoothing: float,
+    generator: torch.Generator,
 ) -> torch.Tensor:
-    """The mean loss of the gold tokens that are not shown, a scalar.
+    """The mean loss of the gold tokens that are learned from and not shown, a scalar.
 
     Args:
-        ratio: of the tokens that a first pass gets wrong, so many as part of them are shown.
+        glancing: of the tokens that a first pass gets wrong, so many as part of them are shown.
+        fading: of a place's tokens so many are learned from, as part of those of the place before
+            it: what lies behind a wrong token is of no use.
         smoothing: of labels.
         generator: chooses which ones, on the host.
     """
-    memory, padding = model.encode(batch.sources), batch.padding
+    memory = model.encode(batch.sources)
+    places = torch.arange(batch.written.shape[1], device=memory.device)
+    places = places.expand(batch.written.shape[:2])
+    written = model.dropout(model.remembered(batch.written, places, written=True))
+    memory = torch.cat([memory, written.to(memory.dtype)], dim=1)
     tokens, hidden = batch.tokens, batch.gold != PADDING
-    if ratio > 0:
+    if glancing > 0:
         guessed = torch.full_like(batch.gold, PADDING)
         model.eval()  # what it would draft, and quicker
         with torch.no_grad():
-            logits = model.decode(memory, padding, tokens, batch.committed, hidden)
+            logits = model.decode(memory, batch.seen, tokens, batch.committed, hidden)
         model.train()
         guessed[hidden] = logits.max(-1).indices + UNKNOWN  # argmax of bfloat16 is slow
-        shown = _shown(guessed, batch.gold, hidden, ratio, generator)
-        window = model.shape.window
-        block = torch.where(shown, batch.gold, tokens[:, window:])
-        tokens = torch.cat([tokens[:, :window], block], dim=1)
+        shown = _shown(guessed, batch.gold, hidden, glancing, generator)
+        block = torch.where(shown, batch.gold, tokens[:, 1:])
+        tokens = torch.cat([tokens[:, :1], block], dim=1)
         hidden = hidden & ~shown
-    logits = model.decode(memory, padding, tokens, batch.committed, hidden)
-    labels = batch.gold[hidden] - UNKNOWN
+    kept = torch.rand(hidden.shape, generator=generator)
+    least = fading ** torch.arange(hidden.shape[1])
+    learned = hidden & (kept < least).to(hidden.device)
+    if not learned.any():
+        learned = hidden
+    logits = model.decode(memory, batch.seen, tokens, batch.committed, learned)
+    labels = batch.gold[learned] - UNKNOWN
     return cross_entropy(logits.float(), labels, label_smoothing=smoothing)
 
 

@@ -1,18 +1,23 @@
-"""The block drafter's network: encoder over the source, decoder over a window and k masks.
+"""The block drafter's network: what was read and written is remembered, k masks ask it.
 
-Source: SpecDec (arXiv 2203.16487, section 3). There the decoder is run over all committed tokens
-in each step; here over a window of the last ones, so that a step costs the same however long the
-output is. The encoder may be the target's (the paper's future work): then the memory is made of the
-target's states of the source, by a linear layer.
+Source: SpecDec (arXiv 2203.16487, section 3), an encoder over the source and a non-autoregressive
+decoder. There the decoder is run over all committed tokens in each step; here it has the last one
+and k masks, and finds the others in its memory beside the source, so that a step costs the same
+however long the output is. The encoder may be the target's (the paper's future work): then the
+memory is made of the target's states, of the source and of what was written, by a linear layer.
 """
 
 import math
 
 import torch
 from torch import nn
+from torch.nn.functional import layer_norm, linear
 
 from sglang_ext.block_drafter.kept_tokens import PADDING, UNKNOWN
 from sglang_ext.block_drafter.shapes import Shape, TargetStates
+
+# What an entry of the memory is of.
+_OF_SOURCE, _OF_OUTPUT = 0, 1
 
 
 class BlockModel(nn.Module):
@@ -20,7 +25,8 @@ class BlockModel(nn.Module):
 
     Attributes:
         embedding: of tokens and of what can be drafted (its weights are the output layer's too).
-        slots: float[window + block, width], what a place of the decoder's input is.
+        slots: float[1 + block, width], what a place of the decoder's input is.
+        kinds: float[2, width], what an entry of the memory is of: the source, or the output.
         states: of the target, which it reads; None: it has an encoder of its own.
     """
 
@@ -39,7 +45,8 @@ class BlockModel(nn.Module):
         width = shape.width
         self.embedding = nn.Embedding(num_rows, width, padding_idx=PADDING)
         nn.init.normal_(self.embedding.weight, std=width**-0.5)
-        self.slots = nn.Parameter(0.02 * torch.randn(shape.window + shape.block, width))
+        self.slots = nn.Parameter(0.02 * torch.randn(1 + shape.block, width))
+        self.kinds = nn.Parameter(0.1 * torch.randn(2, width))
         self.output_bias = nn.Parameter(torch.zeros(num_classes))
         self.dropout = nn.Dropout(dropout)
         sizes = (width, shape.heads, shape.feedforward, dropout)
@@ -53,7 +60,7 @@ class BlockModel(nn.Module):
             )
         else:
             self.of_states = nn.Linear(states.width, width)
-            self.states_norm = nn.LayerNorm(width)
+        self.memory_norm = nn.LayerNorm(width)
         self.decoder = nn.TransformerDecoder(
             nn.TransformerDecoderLayer(*sizes, **settings),
             shape.decoder_layers,
@@ -67,30 +74,38 @@ class BlockModel(nn.Module):
             sources: int64[n, s], rows of the embedding, PADDING behind each; none is empty. Or
                 float[n, s, states.width], the target's states, anything behind each.
         """
+        places = torch.arange(sources.shape[1], device=sources.device).expand(sources.shape[:2])
         if self.states is not None:
-            places = torch.arange(sources.shape[1], device=sources.device).expand(sources.shape[:2])
             return self.dropout(self.remembered(sources, places))
-        places = torch.arange(sources.shape[1], device=sources.device).expand_as(sources)
         hidden = self.dropout(self.embedded(sources, places))
-        return self.encoder(hidden, src_key_padding_mask=sources == PADDING)
+        encoded: torch.Tensor = self.encoder(hidden, src_key_padding_mask=sources == PADDING)
+        return encoded + self.kinds[_OF_SOURCE]
 
-    def remembered(self, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """float[..., s, width], the memory of the target's states.
+    def remembered(
+        self, read: torch.Tensor, places: torch.Tensor, *, written: bool = False
+    ) -> torch.Tensor:
+        """float[..., m, width], entries of the memory.
 
         Args:
-            states: float[..., s, states.width].
-            places: int64[..., s], where in the source each lies.
+            read: float[..., m, states.width], the target's states; or int64[..., m], rows of the
+                embedding, where the drafter has an encoder of its own (`written` alone).
+            places: int64[..., m], where in the source or the output each lies.
+            written: they are of the output.
         """
-        # A few numbers of a residual stream are far larger than the rest, and grow from layer to
-        # layer: what a state says lies in its direction.
-        even = nn.functional.layer_norm(states.float(), states.shape[-1:])
-        found: torch.Tensor = self.states_norm(self.of_states(even))
-        return found + sinusoids(places, self.shape.width)
+        if self.states is not None:
+            # A few numbers of a residual stream are far larger than the rest, and grow from layer
+            # to layer: what a state says lies in its direction.
+            even = layer_norm(read.float(), read.shape[-1:])
+            entries: torch.Tensor = self.memory_norm(self.of_states(even))
+        else:
+            entries = self.memory_norm(self.embedding(read))
+        kind = self.kinds[_OF_OUTPUT if written else _OF_SOURCE]
+        return entries + sinusoids(places, self.shape.width) + kind
 
     def decode(
         self,
         memory: torch.Tensor,
-        padded: torch.Tensor,
+        seen: torch.Tensor,
         tokens: torch.Tensor,
         committed: torch.Tensor,
         wanted: torch.Tensor | None = None,
@@ -98,10 +113,10 @@ class BlockModel(nn.Module):
         """float[n, block, num_classes], the logits of the next tokens.
 
         Args:
-            memory: float[sources, s, width], of `encode`; of each source there are as many blocks,
-                one behind the other.
-            padded: bool[sources, s], where the source is padding.
-            tokens: int64[n, window + block], the last committed tokens, PADDING before them, and
+            memory: float[sources, m, width], of `encode`, and of `remembered` for what was written;
+                of each source there are as many blocks, one behind the other.
+            seen: bool[n, m], the entries that each block may read; one at least.
+            tokens: int64[n, 1 + block], the last committed token, PADDING if there is none, and
                 the block: MASK, or tokens that are shown.
             committed: int64[n], tokens of each output before the block.
             wanted: bool[n, block], the m places whose logits are to be computed, and returned as
@@ -109,13 +124,12 @@ class BlockModel(nn.Module):
         """
         hidden = self.embedded(tokens, self.places(committed)) + self.slots
         hidden = self.dropout(hidden)
-        unread = tokens == PADDING
-        *layers, last = self.decoder.layers
-        for layer in layers:
-            hidden = _decoded(layer, hidden, hidden, unread, memory, padded)
-        drafted = _decoded(last, hidden, hidden[:, self.shape.window :], unread, memory, padded)
+        unseen = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
+        for layer in self.decoder.layers:
+            hidden = _decoded(layer, hidden, memory, unseen, self.shape.heads)
+        drafted = hidden[:, 1:]
         drafted = self.decoder.norm(drafted if wanted is None else drafted[wanted])
-        return nn.functional.linear(drafted, self.output_weight, self.output_bias)
+        return linear(drafted, self.output_weight, self.output_bias)
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -123,8 +137,8 @@ class BlockModel(nn.Module):
         return self.embedding.weight[UNKNOWN : UNKNOWN + self.num_classes]
 
     def places(self, committed: torch.Tensor) -> torch.Tensor:
-        """int64[n, window + block], where in the output each slot of the decoder's input lies."""
-        slots = torch.arange(-self.shape.window, self.shape.block, device=committed.device)
+        """int64[n, 1 + block], where in the output each slot of the decoder's input lies."""
+        slots = torch.arange(-1, self.shape.block, device=committed.device)
         return (committed[:, None] + slots).clamp_(min=0)
 
     def embedded(self, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -137,31 +151,57 @@ class BlockModel(nn.Module):
 def _decoded(
     layer: nn.TransformerDecoderLayer,
     hidden: torch.Tensor,
-    kept: torch.Tensor,
-    unread: torch.Tensor,
     memory: torch.Tensor,
-    padded: torch.Tensor,
+    unseen: torch.Tensor,
+    heads: int,
 ) -> torch.Tensor:
-    """A decoder layer as nn.TransformerDecoderLayer's, at the last places alone: float as `kept`.
+    """A decoder layer as nn.TransformerDecoderLayer's, norms first: float as `hidden`.
+
+    Attention is by plain products: in so short rows torch's fused one takes, backward on a CPU,
+    most of a training step.
 
     Args:
-        hidden: float[n, m, width], what its attention reads.
-        kept: float[n, k, width], the last k places of it.
-        unread: bool[n, m], where nothing is to be read.
+        hidden: float[n, k, width].
+        memory: float[sources, m, width], each read by n / sources rows of `hidden`.
+        unseen: float[n, m], 0 where an entry is read and minus infinity elsewhere.
     """
-    seen = layer.norm1(hidden)
-    asking = seen[:, -kept.shape[1] :]
-    found, _ = layer.self_attn(asking, seen, seen, key_padding_mask=unread, need_weights=False)
-    kept = kept + layer.dropout1(found)
+    own, cross, width = layer.self_attn, layer.multihead_attn, hidden.shape[2]
+    qkv = linear(layer.norm1(hidden), own.in_proj_weight, own.in_proj_bias)
+    query, keys, values = qkv.chunk(3, dim=-1)
+    found = own.out_proj(attended(query, keys, values, heads))
+    hidden = hidden + layer.dropout1(found)
     # A source's blocks ask together: its memory is projected once for them all.
-    asking = layer.norm2(kept).reshape(len(memory), -1, kept.shape[2])
-    found, _ = layer.multihead_attn(
-        asking, memory, memory, key_padding_mask=padded, need_weights=False
+    asking = layer.norm2(hidden).reshape(len(memory), -1, width)
+    query = linear(asking, cross.in_proj_weight[:width], cross.in_proj_bias[:width])
+    both = linear(memory, cross.in_proj_weight[width:], cross.in_proj_bias[width:])
+    keys, values = both.chunk(2, dim=-1)
+    mask = unseen.repeat_interleave(hidden.shape[1], 0).view(len(memory), 1, *asking.shape[1:2], -1)
+    found = cross.out_proj(attended(query, keys, values, heads, mask))
+    hidden = hidden + layer.dropout2(found.reshape(hidden.shape))
+    inner = layer.dropout(layer.activation(layer.linear1(layer.norm3(hidden))))
+    return hidden + layer.dropout3(layer.linear2(inner))
+
+
+def attended(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    heads: int,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention: float[n, k, width] of a query [n, k, width], keys and values [n, m, width].
+
+    Args:
+        mask: float[n, 1, k, m], is added to the scores.
+    """
+    query, keys, values = (
+        x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (query, keys, values)
     )
-    kept = kept + layer.dropout2(found.reshape(kept.shape))
-    inner = layer.dropout(layer.activation(layer.linear1(layer.norm3(kept))))
-    found = layer.dropout3(layer.linear2(inner))
-    return kept + found
+    scores = query * query.shape[-1] ** -0.5 @ keys.transpose(-1, -2)
+    if mask is not None:
+        scores = scores + mask.to(scores.dtype)
+    found = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype) @ values
+    return found.transpose(1, 2).flatten(2)
 
 
 def sinusoids(places: torch.Tensor, width: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ class Shape:
         feedforward: inner width of the feed-forward layers.
         encoder_layers, decoder_layers: how many there are.
         block: tokens that one pass predicts, SpecDec's k.
-        window: last committed tokens that the decoder reads, whatever the output's length.
+        window: committed tokens before the last one that are read, whatever the output's length.
         source_tokens: most tokens of a source; of a longer one the last are read.
     """
 
@@ -36,7 +36,7 @@ class Shape:
     encoder_layers: int = 6
     decoder_layers: int = 2
     block: int = 10
-    window: int = 16
+    window: int = 32
     source_tokens: int = 256
 
     def check(self) -> None:
@@ -66,7 +66,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class TargetStates:
-    """The target as the encoder: its residual stream at the source's tokens is what is read.
+    """The target as the encoder: its residual stream is read, of the source and the output.
 
     Attributes:
         layer: behind so many of the target's layers.

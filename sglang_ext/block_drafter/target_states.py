@@ -1,22 +1,23 @@
-"""The target's states of training sources: read once by the target, kept on the disk meanwhile.
+"""The target's states of training examples: read once by the target, kept on the disk meanwhile.
 
-What a drafter with a shared encoder reads in place of tokens: the residual stream at the source's
-tokens, behind some of the target's layers, made even (`even_states`). The target is transformers'
-model, run as far as that layer; what all prompts begin with it reads once.
+What a drafter with a shared encoder reads in place of tokens: the residual stream at the tokens of
+the source, of what stands behind it in the prompt and of the output, behind some of the target's
+layers, made even (`even_states`). The target is transformers' model, run as far as that layer; what
+all prompts begin with it reads once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
 from torch.nn.functional import layer_norm
 
-from sglang_ext.block_drafter.block_predictor import States
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, SourceRule
 from sglang_ext.block_drafter.shapes import TargetStates
+from sglang_ext.block_drafter.states_on_disk import StatesOnDisk
 from sglang_ext.block_drafter.training_data import Tokens, TrainingData, source_span
 from sglang_ext.models import resolve
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import DynamicCache
 
 NAME = "states.f16"
-# Prompts that the target reads at once.
-_AT_ONCE = 16
+# Texts that the target reads at once, and of how many times as many those of about one length.
+_AT_ONCE, _ALIKE = 16, 16
 
 
 class _ReadEnoughError(Exception):
@@ -165,8 +166,10 @@ def kept_states(
     rule: SourceRule,
     reader: StatesReader,
     tell: Callable[[int], None] = lambda read: None,
-) -> Iterator[list[States]]:
-    """The states of each example's source, in a file within `folder` that is removed behind it.
+) -> Iterator[StatesOnDisk]:
+    """The states of each example, in a file within `folder` that is removed behind it.
+
+    Of a source to the prompt's end, and of the output but for its last token.
 
     What a kill leaves is gone on with. An error leaves the file as well.
 
@@ -178,16 +181,20 @@ def kept_states(
     """
     path = folder / f"{data.digest()}-{reader.states.layer}.{NAME}"
     reader.begin_with(np.array(rule.before, np.int32))
-    spans = [source_span(example.prompt, rule) for example in data.examples]
-    ends = np.cumsum([span.stop - span.start for span in spans])
+    firsts = [source_span(example.prompt, rule).start for example in data.examples]
+    sources = [len(e.prompt) - first for e, first in zip(data.examples, firsts, strict=True)]
+    outputs = [len(example.output) - 1 for example in data.examples]
+    ends = np.cumsum(np.add(sources, outputs))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(path, data, spans, ends, reader, tell)
+        _write(path, data, firsts, ends, reader, tell)
+        states = StatesOnDisk(path, sources, outputs, reader.states.width)
     except OSError as error:
         raise BlockDrafterError(f"cannot write {path}: {error.strerror or error}") from None
-    rows = np.memmap(path, np.float16, "r", shape=(int(ends[-1]), reader.states.width))
-    yield np.split(rows, ends[:-1])
-    del rows
+    try:
+        yield states
+    finally:
+        states.close()
     path.unlink(missing_ok=True)
     if not any(folder.iterdir()):
         folder.rmdir()
@@ -196,22 +203,40 @@ def kept_states(
 def _write(
     path: Path,
     data: TrainingData,
-    spans: Sequence[slice],
+    firsts: Sequence[int],
     ends: np.ndarray,
     reader: StatesReader,
     tell: Callable[[int], None],
 ) -> None:
-    """Append what is missing, example by example; a full disk is an OSError here, not a signal."""
+    """Append what is missing, in the examples' order; a full disk is an OSError, not a signal."""
     row_bytes = 2 * reader.states.width
     size = path.stat().st_size if path.is_file() else 0
+    texts = [np.concatenate([e.prompt, e.output[:-1]]) for e in data.examples]
     done = int(np.searchsorted(ends, size // row_bytes, side="right"))
     kept = row_bytes * int(ends[done - 1]) if done else 0
     with open(path, "ab") as file:
         if size > kept:
             file.truncate(kept)
-        for first in range(done, len(spans), _AT_ONCE):
-            examples = data.examples[first : first + _AT_ONCE]
-            within = spans[first : first + len(examples)]
-            for states in reader.read([example.prompt for example in examples], within):
-                file.write(states.numpy().tobytes())
-            tell(first + len(examples))
+        for number in range(done, len(texts), _AT_ONCE * _ALIKE):
+            _write_part(file, slice(number, number + _AT_ONCE * _ALIKE), texts, firsts, reader)
+            tell(min(number + _AT_ONCE * _ALIKE, len(texts)))
+
+
+def _write_part(
+    file: BinaryIO,
+    part: slice,
+    texts: Sequence[Tokens],
+    firsts: Sequence[int],
+    reader: StatesReader,
+) -> None:
+    """Some texts' states in their order; texts of about one length are read together."""
+    own, begins = texts[part], firsts[part]
+    states: dict[int, bytes] = {}
+    order = sorted(range(len(own)), key=lambda i: len(own[i]))
+    for first in range(0, len(own), _AT_ONCE):
+        which = order[first : first + _AT_ONCE]
+        spans = [slice(begins[i], len(own[i])) for i in which]
+        found = reader.read([own[i] for i in which], spans)
+        states |= {i: each.numpy().tobytes() for i, each in zip(which, found, strict=True)}
+    for i in range(len(own)):
+        file.write(states[i])

@@ -20,7 +20,7 @@ from sglang_ext.block_drafter.checkpoints import Checkpoints, TrainingState
 from sglang_ext.block_drafter.drafter_files import save_drafter
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, Manifest
 from sglang_ext.block_drafter.fast_dropout import with_fast_dropout
-from sglang_ext.block_drafter.glancing import glancing_loss, make_batch
+from sglang_ext.block_drafter.glancing import block_loss, make_batch
 from sglang_ext.block_drafter.nat_model import BlockModel
 from sglang_ext.block_drafter.training_set import TrainingSet
 
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 _REPLAYED = 200
 # So many batches are drawn at once, of which one is taken.
 _DRAWN = 16
-# What a part of the gold tokens is shown at the start and at the end (GLAT, section 4.1).
-_GLANCING = (0.5, 0.3)
+# What is shown at the end, as part of what is shown at the start (GLAT, section 4.1: 0.3 and 0.5).
+_GLANCING_AT_END = 0.6
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,9 @@ class Recipe:
     Attributes:
         steps: most updates.
         sources, prefixes: examples in a batch, and blocks of each.
+        fading: of a place's tokens so many are learned from, as part of those of the place before.
+        glancing: of the tokens that a first pass gets wrong, so many are shown at the start, as
+            part of them; 0: there is no first pass.
         learning_rate: the highest, reached after `warmup` steps; then 1 / sqrt(step).
         smoothing, dropout, clip: of labels, of layers, of the gradient's norm.
         average: how many of the last evaluations' weights are averaged.
@@ -53,9 +56,11 @@ class Recipe:
 
     steps: int = 20_000
     sources: int = 32
-    prefixes: int = 4
-    learning_rate: float = 5e-4
-    warmup: int = 1000
+    prefixes: int = 8
+    fading: float = 0.8
+    glancing: float = 0.0
+    learning_rate: float = 2e-3
+    warmup: int = 400
     smoothing: float = 0.1
     dropout: float = 0.1
     clip: float = 5.0
@@ -105,7 +110,7 @@ class Trainer:
         self._folder, self._data, self._manifest = folder, data, manifest
         self._recipe, self._device, self._tell = recipe, device, tell
         self._checkpoints = Checkpoints(folder)
-        self._lengths = np.array([len(source) for source in data.learned.sources])
+        self._lengths = data.learned.source_lengths()
         torch.manual_seed(recipe.seed)
         self._model = BlockModel(
             manifest.shape,
@@ -164,21 +169,28 @@ class Trainer:
         rng = np.random.default_rng([recipe.seed, self.step])
         torch.manual_seed((recipe.seed << 32) + self.step)
         generator = torch.Generator().manual_seed(self.step)
-        rows = alike(self._lengths, recipe.sources, rng)
+        pairs = learned.read(alike(self._lengths, recipe.sources, rng))
         batch = make_batch(
-            [learned.sources[i] for i in rows],
-            [learned.outputs[i] for i in rows],
+            pairs.sources,
+            pairs.outputs,
             self._manifest.shape,
             recipe.prefixes,
             rng,
+            pairs.written,
         ).to(self._device)
         for group in self._optimizer.param_groups:
             group["lr"] = _rate(recipe, self.step + 1)
         self._model.train()
-        first, last = _GLANCING
-        ratio = first + (last - first) * self.step / recipe.steps
+        shown = recipe.glancing * (1 - (1 - _GLANCING_AT_END) * self.step / recipe.steps)
         with torch.autocast(self._device, torch.bfloat16, enabled=recipe.bf16):
-            loss = glancing_loss(self._model, batch, ratio, recipe.smoothing, generator)
+            loss = block_loss(
+                self._model,
+                batch,
+                glancing=shown,
+                fading=recipe.fading,
+                smoothing=recipe.smoothing,
+                generator=generator,
+            )
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), recipe.clip)
@@ -214,9 +226,8 @@ class Trainer:
         return model.to(self._device).eval()
 
     def _replayed(self, model: BlockModel, block: int, most: int) -> float:
-        held = self._data.held_out
         predictor = BlockPredictor(model, int8=self._device == "cpu")
-        return replay(predictor, held.sources[:most], held.outputs[:most], block).per_step
+        return replay(predictor, self._data.held_out, block, most).per_step
 
     def _write(self, model: BlockModel, scores: dict[str, Any]) -> None:
         done = {

@@ -1,15 +1,16 @@
 """Training data as the drafter reads it: rows of kept tokens, a part held out."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.block_drafter.block_predictor import Source, States
+from sglang_ext.block_drafter.block_predictor import Source
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, SourceRule
 from sglang_ext.block_drafter.kept_tokens import UNKNOWN, KeptTokens
+from sglang_ext.block_drafter.states_on_disk import States, StatesOnDisk
 from sglang_ext.block_drafter.training_data import Example, TrainingData, example_source
 
 Rows = npt.NDArray[np.int64]
@@ -21,14 +22,56 @@ _EMPTY_SOURCE = np.array([UNKNOWN])
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Sources of examples, as BlockPredictor.encode takes them, and outputs, int64[n] rows each."""
+class ReadPairs:
+    """Examples as a drafter reads them.
+
+    Attributes:
+        sources: as BlockPredictor.encode takes them.
+        outputs: int64[n] rows of each.
+        written: the target's states at each output's tokens but the last, float16[n - 1, width];
+            None: the drafter does not read them.
+    """
 
     sources: Sequence[Source]
     outputs: Sequence[Rows]
+    written: Sequence[States] | None = None
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Examples, of which some are read at a time.
+
+    Attributes:
+        outputs: int64[n] rows of each.
+        sources: int64[s] rows of each; None: the target's states are read.
+        states: of the target, by example.
+        examples: which of them each is.
+    """
+
+    outputs: Sequence[Rows]
+    sources: Sequence[Rows] | None
+    states: StatesOnDisk | None
+    examples: Sequence[int]
 
     def __len__(self) -> int:
         return len(self.outputs)
+
+    def source_lengths(self) -> npt.NDArray[np.int64]:
+        """int64[n], tokens of each source."""
+        if self.states is not None:
+            return self.states.source_lengths[np.asarray(self.examples)]
+        assert self.sources is not None
+        return np.array([len(source) for source in self.sources])
+
+    def read(self, which: Iterable[int]) -> ReadPairs:
+        """Some of them, by their numbers here."""
+        numbers = list(which)
+        outputs = [self.outputs[i] for i in numbers]
+        if self.states is None:
+            assert self.sources is not None
+            return ReadPairs([self.sources[i] for i in numbers], outputs)
+        found = [self.states.read(self.examples[i]) for i in numbers]
+        return ReadPairs([source for source, _ in found], outputs, [own for _, own in found])
 
 
 @dataclass(frozen=True)
@@ -47,12 +90,12 @@ def make_training_set(
     vocab_size: int,
     most_outputs: int,
     most_sources: int,
-    states: Sequence[States] | None = None,
+    states: StatesOnDisk | None = None,
 ) -> TrainingSet:
     """Choose the kept tokens, and hold out every example of some sources.
 
     Args:
-        states: of the target, of each example's source; its tokens are not read then.
+        states: of the target, by example; the sources' tokens are not read then.
 
     Raises:
         BlockDrafterError: there are too few different sources.
@@ -66,12 +109,12 @@ def make_training_set(
         most_sources if states is None else 0,
         ends,
     )
-    read = _rows(sources, kept) if states is None else states
-    return TrainingSet(
-        kept,
-        _pairs(data.examples, read, kept, [i for i in range(len(held)) if not held[i]]),
-        _pairs(data.examples, read, kept, [i for i in range(len(held)) if held[i]]),
+    read = _rows(sources, kept) if states is None else None
+    learned, kept_back = (
+        _pairs(data.examples, read, states, kept, [i for i in range(len(held)) if held[i] is part])
+        for part in (False, True)
     )
+    return TrainingSet(kept, learned, kept_back)
 
 
 def as_pairs(
@@ -79,7 +122,7 @@ def as_pairs(
     rule: SourceRule,
     kept: KeptTokens,
     most: int,
-    states: Sequence[States] | None = None,
+    states: StatesOnDisk | None = None,
 ) -> Pairs:
     """The first `most` examples as a drafter reads them.
 
@@ -87,10 +130,10 @@ def as_pairs(
         states: as `make_training_set` takes them.
     """
     examples = data.examples[:most]
-    read: Sequence[Source] | None = states
-    if read is None:
+    read = None
+    if states is None:
         read = _rows([example_source(example, rule) for example in examples], kept)
-    return _pairs(examples, read, kept, range(len(examples)))
+    return _pairs(examples, read, states, kept, range(len(examples)))
 
 
 def _rows(sources: Sequence[npt.NDArray[np.int32]], kept: KeptTokens) -> list[Rows]:
@@ -100,12 +143,14 @@ def _rows(sources: Sequence[npt.NDArray[np.int32]], kept: KeptTokens) -> list[Ro
 
 def _pairs(
     examples: Sequence[Example],
-    sources: Sequence[Source],
+    sources: Sequence[Rows] | None,
+    states: StatesOnDisk | None,
     kept: KeptTokens,
     which: Sequence[int],
 ) -> Pairs:
-    found = [sources[i] for i in which]
-    return Pairs(found, [kept.output_rows(examples[i].output) for i in which])
+    found = None if sources is None else [sources[i] for i in which]
+    outputs = [kept.output_rows(examples[i].output) for i in which]
+    return Pairs(outputs, found, states, which)
 
 
 def _held_out(sources: Sequence[npt.NDArray[np.int32]]) -> list[bool]:

@@ -73,7 +73,7 @@ class DeviceRuntime(StepRuntime):
     on_host: ClassVar[bool] = False
 
     def __init__(self, target: "TpModelWorker", planner: "DraftPlanner", drafts: bool) -> None:
-        if any(drafter.prompt_layer for drafter in planner.drafters.values()):
+        if any(drafter.states_layer for drafter in planner.drafters.values()):
             raise DrafterError(
                 "a drafter with the target's encoder is served on CPUs alone; train one with "
                 "--encoder own"

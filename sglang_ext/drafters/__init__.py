@@ -44,9 +44,10 @@ class DraftRequest:
         options: what of `custom_params` all drafters read alike: namespace, ingest and others.
         retrieve: whether SSSD is to draft beside a drafter that can have it do so, by the server's
             choice for this request (`--drafter auto`); None: as the drafter's own options say.
-        prompt_states: the target's states of a part of the prompt, from its first place to behind
-            its last, to be asked for from `start` on; None: the drafter asks for none
-            (`Drafter.prompt_layer`).
+        target_states: the target's states of a part of the prompt and the output, from its first
+            place in both together to behind its last, to be asked for from `start` on; the
+            output's last token has yet to be read. None: the drafter asks for none
+            (`Drafter.states_layer`).
     """
 
     rid: str
@@ -57,7 +58,7 @@ class DraftRequest:
     state: Any = None
     options: RequestOptions = field(default_factory=RequestOptions)
     retrieve: bool | None = None
-    prompt_states: "Callable[[int, int], PromptStates] | None" = None
+    target_states: "Callable[[int, int], SequenceStates] | None" = None
 
     @property
     def deletion_name(self) -> str:
@@ -66,13 +67,12 @@ class DraftRequest:
 
 
 @dataclass(frozen=True)
-class PromptStates:
-    """The target's residual stream at a part of a prompt.
+class SequenceStates:
+    """The target's residual stream at a part of a prompt and its output.
 
     Attributes:
         states: float16[n, hidden size] on the host, each with mean 0 and variance 1.
-        places: int64[n], where in that part they lie, ascending; the others are not known: tokens
-            that another request has written, which were not read as a prompt.
+        places: int64[n], where in that part they lie, ascending; the others are not known.
     """
 
     states: "torch.Tensor"
@@ -239,10 +239,10 @@ class Drafter(ABC):
         return True
 
     @property
-    def prompt_layer(self) -> int:
-        """Behind so many of the target's layers its states of prompts are kept for this drafter.
+    def states_layer(self) -> int:
+        """Behind so many of the target's layers its states are kept for this drafter.
 
-        0: none are; above: `DraftRequest.prompt_states` gives them. On CPUs alone.
+        0: none are; above: `DraftRequest.target_states` gives them. On CPUs alone.
         """
         return 0
 

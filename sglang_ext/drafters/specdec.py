@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field
 from sglang.srt.environ import envs
 
-from sglang_ext.block_drafter.block_predictor import BlockPredictor, SourceMemory
+from sglang_ext.block_drafter.block_predictor import BlockPredictor, SourceMemory, Written
 from sglang_ext.block_drafter.block_trees import block_tree
 from sglang_ext.block_drafter.drafter_files import load_drafter
 from sglang_ext.block_drafter.drafter_manifest import (
@@ -166,7 +166,7 @@ class BlockDrafter(Drafter):
             self._encode(requests)
 
     @property
-    def prompt_layer(self) -> int:
+    def states_layer(self) -> int:
         """The layer behind which a drafter that shares the target's encoder reads it."""
         return 0 if self._shares is None else self._shares.layer
 
@@ -205,7 +205,6 @@ class BlockDrafter(Drafter):
     def _drafted(
         self, requests: Sequence[DraftRequest], max_nodes: int, branches: Sequence[int]
     ) -> list[TokenTree]:
-        window = self._manifest.shape.window
         memories = [self._state(r).memory for r in requests]
         known = [i for i, memory in enumerate(memories) if memory is not None]
         trees = [TokenTree.empty()] * len(requests)
@@ -213,8 +212,7 @@ class BlockDrafter(Drafter):
             return trees
         blocks = self._predictor.predict(
             [memory for memory in memories if memory is not None],
-            [self._kept.output_rows(requests[i].output[-window:]) for i in known],
-            [len(requests[i].output) for i in known],
+            [self._written(requests[i]) for i in known],
             max(branches[i] for i in known),
         )
         self._counters["passes"] += 1
@@ -223,6 +221,19 @@ class BlockDrafter(Drafter):
             narrowed = block.narrowed(branches[i])
             trees[i] = block_tree(narrowed, self._kept, max_nodes, self._ends)
         return trees
+
+    def _written(self, request: DraftRequest) -> Written:
+        """What the drafter reads of an output so far."""
+        output, window = request.output, self._manifest.shape.window
+        rows = self._kept.output_rows(output[-1 - window :])
+        if self._shares is None:
+            return Written.of_rows(rows, len(output))
+        assert request.target_states is not None
+        first, end = max(0, len(output) - 1 - window), len(output) - 1
+        before = len(request.prompt)
+        found = request.target_states(before + first, before + end)
+        places = first + found.places.numpy()
+        return Written(len(output), int(rows[-1]), found.states.numpy(), places)
 
     def _encode(self, requests: Sequence[DraftRequest]) -> None:
         if not requests:
@@ -243,13 +254,16 @@ class BlockDrafter(Drafter):
         self._counters["sources"] += len(requests)
 
     def _remember(self, request: DraftRequest) -> None:
-        """Take the target's states of a source; without any the block drafter is silent."""
+        """Take the target's states of a source, and of what the prompt has behind it.
+
+        Without any the block drafter is silent.
+        """
         state = self._state(request)
-        if state.asked or request.prompt_states is None:
+        if state.asked or not request.output or request.target_states is None:
             return
         state.asked = True
         span = source_span(np.asarray(request.prompt, dtype=np.int32), self._manifest.source)
-        found = request.prompt_states(span.start, span.stop)
+        found = request.target_states(span.start, len(request.prompt))
         if len(found.places):
             state.memory = self._predictor.remember(found.states, found.places)
             self._counters["sources"] += 1

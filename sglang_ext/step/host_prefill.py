@@ -16,9 +16,9 @@ from sglang_ext.step.prefill_drafts import (
     write_known,
 )
 from sglang_ext.step.prefills import Prefills
-from sglang_ext.step.prompt_states import KeptStates
 from sglang_ext.step.ragged import can_leave_padding_out
 from sglang_ext.step.relaxed_info import note_first_token
+from sglang_ext.step.sequence_states import KeptStates
 from sglang_ext.whisper.encoder_decoder import DecoderTimer, decoder_starts
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from sglang_ext.step.attended_frames import AttendedFrames
 from sglang_ext.step.exit_views import ExitViews
 from sglang_ext.step.host_prefill import HostPrefill
 from sglang_ext.step.logits_guard import LogitsGuard
-from sglang_ext.step.prompt_states import states_for
 from sglang_ext.step.ragged import (
     can_leave_padding_out,
     leave_padding_out,
@@ -26,6 +25,7 @@ from sglang_ext.step.ragged import (
     put_padding_back,
 )
 from sglang_ext.step.runtime import StepRuntime
+from sglang_ext.step.sequence_states import states_for
 from sglang_ext.step.step_plan import Step
 from sglang_ext.step.step_result import StepResult
 from sglang_ext.step.verify import Accepted, accept_on_host
@@ -64,6 +64,7 @@ class HostRuntime(StepRuntime):
         self._heap = HeapTrim()
         self._held_up = HeldUp()
         self._states = planner.requests.states = states_for(target, planner.drafters.values())
+        self.moved = None if self._states is None else self._states.move
         self.prefills = HostPrefill(target, planner, drafts, self._states)
 
     @staticmethod
@@ -126,14 +127,13 @@ class HostRuntime(StepRuntime):
     def passing(self, step: Step, read: float) -> Iterator[None]:
         """Time the pass from `step.started` on, and have drafters told of its early exit."""
         step.counted = self._planner.take_counted()
-        if self._states is not None:
-            self._states.forget(step.batch.out_cache_loc)
+        kept = nullcontext() if self._states is None else self._states.reading(step.batch)
         tokens = len(step.batch.input_ids)
         exits, verify = self._exits, step.width > 1
         began, cpu = time.perf_counter(), time.process_time()
         ragged = self._ragged and verify
         watched = nullcontext(Look()) if exits is None else exits.watching(step, ragged)
-        with watched as look:
+        with watched as look, kept:
             yield
         end = time.perf_counter()
         held_up = self._held_up.note(end - began, time.process_time() - cpu, verify)

@@ -21,7 +21,7 @@ from sglang_ext.request_options import (
 from sglang_ext.step.asking import AskedDrafter
 from sglang_ext.step.drafter_choice import DrafterChoice, Tally
 from sglang_ext.step.drafter_info import note_drafter
-from sglang_ext.step.prompt_states import KeptStates
+from sglang_ext.step.sequence_states import KeptStates
 from sglang_ext.whisper.encoder_decoder import audio_features
 
 if TYPE_CHECKING:
@@ -328,7 +328,7 @@ class RequestTable:
             options=options,
             features=audio_features(req),
             retrieve=None if tally is None else tally.arm.retrieve,
-            prompt_states=None if self.states is None else self.states.reader(req),
+            target_states=None if self.states is None else self.states.reader(req),
         )
         name = options.drafter or (self._default if tally is None else tally.arm.drafter)
         # The HTTP process has refused it elsewhere (SGLang turns temperature 0 into a top-k of 1).

@@ -5,6 +5,7 @@ device it has only been queued by then, and all of these come later.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar
 
@@ -28,10 +29,12 @@ class StepRuntime(ABC):
     Attributes:
         on_host: whether tensors can be read at any time.
         prefills: those of the target.
+        moved: told of slots whose K and V were moved (VerifyBatches.moved).
     """
 
     on_host: ClassVar[bool]
     prefills: Prefills
+    moved: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
     @staticmethod
     @abstractmethod

@@ -1,6 +1,6 @@
 """A decode batch as a verify batch: its tensors, the logits of its nodes, and the KV it leaves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,8 @@ class VerifyBatches:
         penalties: of the running requests.
         device: of the target.
         on_host: whether its tensors are the host's.
+        moved: told on the host of slots whose K and V were moved, int64[n]: to, of; None: nobody
+            follows.
     """
 
     target: "TpModelWorker"
@@ -74,6 +76,7 @@ class VerifyBatches:
     penalties: DevicePenalties
     device: str
     on_host: bool
+    moved: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
     def prepare(self, step: Step) -> VerifyTensors:
         """Make the batch of `step` a verify batch of its plan."""
@@ -201,3 +204,5 @@ class VerifyBatches:
         if moved.any():
             to, of = torch.from_numpy(places[moved]), torch.from_numpy(sources[moved])
             self.allocator.get_kvcache().move_kv_cache(slots[to], slots[of])
+            if self.moved is not None:
+                self.moved(slots[to], slots[of])

@@ -14,7 +14,7 @@ ERROR = 2
 # Of what is trained, by --kind, where the kinds differ.
 DEFAULTS: dict[str, dict[str, float]] = {
     "block": {
-        "steps": 20_000, "batch": 32, "learning_rate": 5e-4, "warmup": 1000, "evaluate": 250,
+        "steps": 20_000, "batch": 32, "learning_rate": 2e-3, "warmup": 400, "evaluate": 250,
     },
     "streaming": {
         "steps": 1000, "batch": 4, "learning_rate": 1e-3, "warmup": 50, "evaluate": 50,
@@ -206,6 +206,11 @@ def _add_recipe(train: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--dropout", type=float, default=0.1, help="of a block drafter [%(default)g]"
     )
+    train.add_argument(
+        "--glancing", type=float, default=0.0, metavar="PART",
+        help="of the tokens that a first pass of a block drafter gets wrong, so many are shown "
+        "[%(default)g]",
+    )  # fmt: skip
     train.add_argument(
         "--evaluate", type=whole_number, help="every so many steps" + shown("evaluate")
     )

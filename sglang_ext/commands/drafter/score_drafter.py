@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         pairs = as_pairs(data, manifest.source, loaded.kept, args.most, states)
         started = time.monotonic()
         for k in blocks_to_score(manifest.shape.block):
-            scores[k] = replay(predictor, pairs.sources, pairs.outputs, k)
+            scores[k] = replay(predictor, pairs, k, len(pairs))
         seconds = time.monotonic() - started
     if args.json:
         print(json.dumps({f"accepted_per_step_k{k}": a.per_step for k, a in scores.items()}))

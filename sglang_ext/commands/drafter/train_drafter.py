@@ -2,13 +2,12 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from tqdm import tqdm
 
-from sglang_ext.block_drafter.block_predictor import States
 from sglang_ext.block_drafter.checkpoints import FOLDER
 from sglang_ext.block_drafter.drafter_manifest import (
     BlockDrafterError,
@@ -17,6 +16,7 @@ from sglang_ext.block_drafter.drafter_manifest import (
     is_drafter_folder,
 )
 from sglang_ext.block_drafter.shapes import SHAPES, Shape
+from sglang_ext.block_drafter.states_on_disk import StatesOnDisk
 from sglang_ext.block_drafter.target_models import TargetModel, load_target
 from sglang_ext.block_drafter.target_states import StatesReader, check_examples, kept_states
 from sglang_ext.block_drafter.trainer import Progress, Recipe, Trainer
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 @contextmanager
 def _states(
     args: argparse.Namespace, data: TrainingData, rule: SourceRule, reader: StatesReader | None
-) -> Iterator[list[States] | None]:
+) -> Iterator[StatesOnDisk | None]:
     """The target's states of the sources, where they are read."""
     if reader is None:
         yield None
@@ -78,7 +78,7 @@ def _train(
     data: TrainingData,
     rule: SourceRule,
     reader: StatesReader | None,
-    states: Sequence[States] | None,
+    states: StatesOnDisk | None,
 ) -> Manifest:
     most = args.outputs
     made = make_training_set(data, rule, target.ends, target.vocab_size, most, most, states)
@@ -129,9 +129,12 @@ def _shape(args: argparse.Namespace) -> Shape:
 def _recipe(args: argparse.Namespace) -> Recipe:
     if not 0 <= args.dropout < 1:
         raise BlockDrafterError(f"--dropout {args.dropout:g}: expected 0 to 1")
+    if not 0 <= args.glancing <= 1:
+        raise BlockDrafterError(f"--glancing {args.glancing:g}: expected 0 to 1")
     return Recipe(
         steps=args.steps,
         sources=args.batch,
+        glancing=args.glancing,
         learning_rate=args.learning_rate,
         warmup=args.warmup,
         dropout=args.dropout,

@@ -12,15 +12,18 @@ from sglang_ext.block_drafter.accepted_tokens import agreed, replay
 from sglang_ext.block_drafter.block_predictor import Block
 from sglang_ext.block_drafter.drafter_files import load_drafter
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
-from sglang_ext.block_drafter.glancing import _shown, make_batch
+from sglang_ext.block_drafter.glancing import _shown, block_loss, make_batch
 from sglang_ext.block_drafter.kept_tokens import MASK, PADDING, UNKNOWN
+from sglang_ext.block_drafter.nat_model import BlockModel
 from sglang_ext.block_drafter.trainer import alike
+from sglang_ext.block_drafter.training_set import Pairs
 from tests.unit.block_drafter.toy_drafters import (
     RECIPE,
     SHAPE,
     repeating,
     trainer,
     training_set,
+    untrained,
 )
 
 SHORT = dataclasses.replace(RECIPE, steps=20, evaluate=10)
@@ -123,23 +126,65 @@ def test_too_little_data_are_refused():
 
 def test_held_out_sources_are_not_learned_from():
     made, _ = training_set(repeating())
-    learned = {rows.tobytes() for rows in made.learned.sources}
-    assert len(made.held_out) and not learned & {r.tobytes() for r in made.held_out.sources}
+    learned, held = (
+        {rows.tobytes() for rows in part.read(range(len(part))).sources}
+        for part in (made.learned, made.held_out)
+    )
+    assert held and not learned & held
+    assert made.learned.source_lengths().tolist() == [2] * len(made.learned)
 
 
 def test_blocks_stand_behind_random_prefixes_and_end_with_the_output():
     rng = np.random.default_rng(0)
     outputs = [np.arange(10, 19), np.array([7])]
-    batch = make_batch([np.array([4]), np.array([5, 6])], outputs, SHAPE, 40, rng)
-    assert set(batch.committed[:40].tolist()) == set(range(9))
-    for tokens, gold, done in zip(batch.tokens, batch.gold, batch.committed, strict=True):
-        assert (tokens[SHAPE.window :] == MASK).all()
-        output = outputs[0] if gold[0] >= 10 else outputs[1]
+    batch = make_batch([np.array([4]), np.array([5, 6])], outputs, SHAPE, 8, rng)
+    # As different as they can be.
+    assert len(set(batch.committed[:8].tolist())) == 8 and max(batch.committed) < 9
+    assert not batch.committed[8:].any()
+    assert batch.sources.tolist() == [[4, PADDING], [5, 6]]
+    assert batch.written.tolist() == [list(range(10, 18)), [PADDING] * 8]
+    blocks = zip(batch.tokens, batch.gold, batch.committed, batch.seen, strict=True)
+    for i, (tokens, gold, done, seen) in enumerate(blocks):
+        output = outputs[i // 8]
         following = output[done : done + SHAPE.block]
         assert gold[gold != PADDING].tolist() == following.tolist()
-        last = output[max(0, done - SHAPE.window) : done]
-        assert tokens[tokens >= 3].tolist() == last.tolist()
-    assert batch.sources.tolist() == [[4, PADDING], [5, 6]]
+        assert tokens.tolist() == [output[done - 1] if done else PADDING, *[MASK] * SHAPE.block]
+        assert seen[:2].tolist() == [True, i >= 8]
+        before = output[max(0, done - 1 - SHAPE.window) : max(0, done - 1)]
+        assert batch.written[i // 8][seen[2:]].tolist() == before.tolist()
+
+
+def test_blocks_of_states_stand_behind_a_token_at_least():
+    rng = np.random.default_rng(0)
+    outputs = [np.arange(10, 14), np.array([7])]
+    states = [rng.standard_normal((n, 4)).astype(np.float16) for n in (2, 1, 3, 0)]
+    batch = make_batch(states[:2], outputs, SHAPE, 6, rng, states[2:])
+    assert set(batch.committed[:6].tolist()) == {1, 2, 3}
+    assert batch.committed[6:].tolist() == [1] * 6 and not (batch.gold[6:] != PADDING).any()
+    assert batch.sources.shape == (2, 2, 4) and batch.written.shape == (2, 3, 4)
+    assert batch.seen.sum(1).tolist() == [2 + int(n) - 1 for n in batch.committed[:6]] + [1] * 6
+
+
+def test_far_places_are_learned_from_less():
+    class Counting(BlockModel):
+        def decode(self, memory, seen, tokens, committed, wanted=None):
+            counted.append(wanted.sum(0).tolist())
+            return super().decode(memory, seen, tokens, committed, wanted)
+
+    counted: list[list[int]] = []
+    _, kept = untrained()
+    model = Counting(SHAPE, kept.num_rows, kept.num_classes)
+    outputs = [np.arange(10, 30)] * 50
+    batch = make_batch([np.array([4])] * 50, outputs, SHAPE, 8, np.random.default_rng(0))
+    generator = torch.Generator().manual_seed(0)
+    given = {"smoothing": 0.1, "generator": generator}
+    assert block_loss(model, batch, glancing=0.0, fading=0.5, **given).isfinite()
+    (learned,) = counted
+    assert learned[0] == 400 and 150 < learned[1] < 250 and learned[5] < 30
+    counted.clear()
+    assert block_loss(model, batch, glancing=0.5, fading=1.0, **given).isfinite()
+    first, second = counted
+    assert 0.4 < sum(second) / sum(first) < 0.6
 
 
 def test_batches_are_of_about_one_length_and_leave_nothing_out():
@@ -169,9 +214,11 @@ class _Scripted:
     def encode(self, sources):
         return list(range(len(sources)))
 
-    def predict(self, memories, last, committed, choices):
+    def predict(self, memories, written, choices):
         blocks = []
-        for i, done in zip(memories, committed, strict=True):
+        for i, own in zip(memories, written, strict=True):
+            done = own.committed
+            assert own.last == self._outputs[i][done - 1]
             rows = np.array(self._outputs[i][done : done + 6])
             rows[[(done + j) % 4 == 3 for j in range(len(rows))]] = UNKNOWN
             blocks.append(Block(rows[:, None], np.zeros((len(rows), 1), np.float32)))
@@ -180,10 +227,11 @@ class _Scripted:
 
 def test_a_replay_counts_steps_as_a_server_would():
     outputs = [np.arange(10, 19), np.arange(10, 12), np.array([10])]
-    accepted = replay(_Scripted(outputs), [None] * 3, outputs, block=6)  # type: ignore[arg-type]
+    pairs = Pairs(outputs, outputs, None, range(3))
+    accepted = replay(_Scripted(outputs), pairs, block=6, most=9)  # type: ignore[arg-type]
     # 9 tokens: 1 of the prefill, then 3 (two drafted), 4 (three drafted), 1; 2 tokens: 1 step.
     assert (accepted.tokens, accepted.steps) == (9, 4)
-    by_one = replay(_Scripted(outputs), [None] * 3, outputs, block=1)  # type: ignore[arg-type]
+    by_one = replay(_Scripted(outputs), pairs, block=1, most=3)  # type: ignore[arg-type]
     assert by_one.tokens == 9 and by_one.steps == 6
 
 

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.block_drafter.block_predictor import BlockPredictor, padded, windows
+from sglang_ext.block_drafter.block_predictor import (
+    BlockPredictor,
+    Written,
+    block_inputs,
+    padded,
+)
 from sglang_ext.block_drafter.fast_dropout import FastDropout, with_fast_dropout
 from sglang_ext.block_drafter.kept_tokens import FIRST, MASK, PADDING, UNKNOWN, KeptTokens
 from sglang_ext.block_drafter.shapes import SHAPES, Shape
@@ -28,18 +33,35 @@ def test_a_block_is_predicted_in_one_pass():
     torch.manual_seed(0)
     model, kept = untrained()
     sources = torch.tensor([[4, 5, 6], [7, 8, PADDING]])
-    tokens = torch.from_numpy(windows([np.array([9, 9]), np.array([], int)], 4, 6))
-    assert tokens.shape == (2, 10) and (tokens[:, 4:] == MASK).all()
-    logits = model.decode(model.encode(sources), sources == PADDING, tokens, torch.tensor([2, 0]))
+    tokens = torch.from_numpy(block_inputs([9, PADDING], 6))
+    assert tokens.tolist() == [[9, *[MASK] * 6], [PADDING, *[MASK] * 6]]
+    memory, committed = model.encode(sources), torch.tensor([1, 0])
+    logits = model.decode(memory, sources != PADDING, tokens, committed)
     assert logits.shape == (2, SHAPE.block, kept.num_classes)
     assert logits.isfinite().all()
+    # Of blocks of one source, each reads what it may.
+    written = model.remembered(torch.tensor([[8, 9]]), torch.arange(2)[None], written=True)
+    joined = torch.cat([memory[:1], written], dim=1)
+    seen = torch.tensor([[True, True, True, False, False], [True, True, True, True, False]])
+    rows = torch.from_numpy(block_inputs([8, 9], 6))
+    model.eval()
+    both = model.decode(joined, seen, rows, torch.tensor([1, 2]))
+    alone = model.decode(joined[:, :4], seen[1:, :4], rows[1:], torch.tensor([2]))
+    assert torch.allclose(both[1:], alone, atol=1e-5)
+    wanted = torch.zeros(2, 6, dtype=torch.bool)
+    wanted[1, 3] = True
+    part = model.decode(joined, seen, rows, torch.tensor([1, 2]), wanted)
+    assert torch.allclose(part, both[1, 3:4], atol=1e-5)
 
 
 def _requests():
     rng = np.random.default_rng(1)
     sources = [rng.integers(3, 40, n) for n in (5, 1, 9)]
     last = [rng.integers(3, 40, n) for n in (0, 4, 7)]
-    return sources, last, [0, 4, 31]
+    written = [Written.of_rows(rows, n) for rows, n in zip(last, (0, 4, 31), strict=True)]
+    assert [len(each.read) for each in written] == [0, 3, 6]
+    assert written[1].places.tolist() == [0, 1, 2] and written[2].places[-1] == 29
+    return sources, written
 
 
 def test_what_is_served_is_what_was_trained():
@@ -47,16 +69,19 @@ def test_what_is_served_is_what_was_trained():
     torch.manual_seed(0)
     model, kept = untrained()
     model.eval()
-    sources, last, committed = _requests()
+    sources, written = _requests()
     predictor = BlockPredictor(model, int8=False)
-    blocks = predictor.predict(predictor.encode(sources), last, committed, kept.num_classes)
+    blocks = predictor.predict(predictor.encode(sources), written, kept.num_classes)
+    window = SHAPE.window
+    read, places = ([getattr(w, name)[-window:] for w in written] for name in ("read", "places"))
     with torch.no_grad():
-        tokens = torch.from_numpy(padded(sources))
+        tokens, before = torch.from_numpy(padded(sources)), torch.from_numpy(padded(read))
+        own = model.remembered(before, torch.from_numpy(padded(places)), written=True)
         logits = model.decode(
-            model.encode(tokens),
-            tokens == PADDING,
-            torch.from_numpy(windows(last, SHAPE.window, SHAPE.block)),
-            torch.tensor(committed),
+            torch.cat([model.encode(tokens), own], dim=1),
+            torch.cat([tokens != PADDING, before != PADDING], dim=1),
+            torch.from_numpy(block_inputs([w.last for w in written], SHAPE.block)),
+            torch.tensor([w.committed for w in written]),
         )
     expected = logits.log_softmax(-1)
     for block, row in zip(blocks, expected, strict=True):
@@ -68,11 +93,11 @@ def test_what_is_served_is_what_was_trained():
 def test_a_batch_predicts_what_each_request_does_alone():
     torch.manual_seed(0)
     predictor = BlockPredictor(untrained()[0], int8=False)
-    sources, last, committed = _requests()
-    together = predictor.predict(predictor.encode(sources), last, committed, 3)
+    sources, written = _requests()
+    together = predictor.predict(predictor.encode(sources), written, 3)
     for i in range(3):
         memories = predictor.encode([sources[i]])
-        (alone,) = predictor.predict(memories, [last[i]], [committed[i]], 3)
+        (alone,) = predictor.predict(memories, [written[i]], 3)
         assert np.allclose(alone.logprobs, together[i].logprobs, atol=1e-4)
         assert (alone.rows == together[i].rows).all()
 
@@ -80,12 +105,12 @@ def test_a_batch_predicts_what_each_request_does_alone():
 def test_int8_is_near_float():
     torch.manual_seed(0)
     model, kept = untrained()
-    sources, last, committed = _requests()
+    sources, written = _requests()
     many = kept.num_classes
     by_kind = []
     for int8 in (False, True):
         predictor = BlockPredictor(model, int8)
-        blocks = predictor.predict(predictor.encode(sources), last, committed, many)
+        blocks = predictor.predict(predictor.encode(sources), written, many)
         order = [np.argsort(block.rows, axis=1) for block in blocks]
         logprobs = [
             np.take_along_axis(b.logprobs, o, 1) for b, o in zip(blocks, order, strict=True)

@@ -102,22 +102,27 @@ def test_the_file_of_states_is_gone_on_with_after_a_kill_and_removed_at_the_end(
     data = repeating(40)
     rule = source_rule(data, SHAPE.source_tokens)
     with kept_states(tmp_path / "a", data, rule, reader) as states:
-        whole = [state.copy() for state in states]
+        whole = [states.read(i) for i in range(len(states))]
         (path,) = (tmp_path / "a").iterdir()
-        written = path.read_bytes()
+        content = path.read_bytes()
     assert not (tmp_path / "a").exists()
-    for example, state in zip(data.examples, whole, strict=True):
-        span = source_span(example.prompt, rule)
-        assert state.shape == (span.stop - span.start, 64)
+    for example, (source, written) in zip(data.examples, whole, strict=True):
+        first = source_span(example.prompt, rule).start
+        assert source.shape == (len(example.prompt) - first, 64)
+        assert written.shape == (len(example.output) - 1, 64)
+        text = np.concatenate([example.prompt, example.output[:-1]])
+        (wanted,) = reader.read([text], [slice(first, len(text))])
+        assert np.allclose(np.concatenate([source, written]), wanted, atol=0.02)
     # Killed in the middle of the 20th example.
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / path.name).write_bytes(written[: 19 * len(written) // 40 + 7])
+    (tmp_path / "b" / path.name).write_bytes(content[: 19 * len(content) // 40 + 7])
     told: list[int] = []
     with kept_states(tmp_path / "b", data, rule, reader, told.append) as states:
-        assert (tmp_path / "b" / path.name).stat().st_size == len(written)
-        for state, wanted in zip(states, whole, strict=True):
-            assert np.allclose(state, wanted, atol=0.02)
-    assert told == [19 + 16, 40]
+        assert (tmp_path / "b" / path.name).stat().st_size == len(content)
+        for i, pair in enumerate(whole):
+            for found, wanted in zip(states.read(i), pair, strict=True):
+                assert np.allclose(found, wanted, atol=0.02)
+    assert told == [40]
 
 
 def test_a_full_disk_while_reading_is_one_line(tmp_path, reader):
@@ -166,9 +171,9 @@ def test_places_that_are_not_known_leave_the_others_where_they_are(trained):
     assert not torch.allclose(moved.keys_values, part.keys_values, atol=1e-3)
 
 
-def test_an_older_version_refuses_the_directory_by_its_format(trained):
+def test_the_directory_states_what_is_read(trained):
     content = json.loads((trained[0] / NAME).read_text())
-    assert content["format"] == 2 and content["states"] == {"layer": 2, "width": 64}
+    assert content["format"] == 3 and content["states"] == {"layer": 2, "width": 64}
 
 
 @pytest.mark.parametrize(

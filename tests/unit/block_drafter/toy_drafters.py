@@ -16,10 +16,10 @@ VOCAB, END, TEMPLATE = 48, 2, (5, 6, 7)
 FIRST, SPAN = 10, 16
 SHAPE = Shape(32, 2, 64, 1, 1, block=6, window=4, source_tokens=16)
 RECIPE = Recipe(
-    steps=80,
+    steps=200,
     sources=16,
-    prefixes=4,
-    learning_rate=5e-3,
+    prefixes=8,
+    learning_rate=3e-3,
     warmup=20,
     dropout=0.0,
     average=2,

@@ -10,7 +10,7 @@ from sglang_ext.block_drafter.drafter_files import save_drafter
 from sglang_ext.block_drafter.drafter_manifest import NAME
 from sglang_ext.block_drafter.nat_model import BlockModel
 from sglang_ext.block_drafter.shapes import TargetStates
-from sglang_ext.drafters import DrafterContext, DrafterError, DraftRequest, PromptStates, load
+from sglang_ext.drafters import DrafterContext, DrafterError, DraftRequest, SequenceStates, load
 from sglang_ext.drafters.specdec import BlockDrafter, BlockOptions
 from sglang_ext.options import Options
 from sglang_ext.preflight import PreflightError, check_launch
@@ -250,39 +250,44 @@ def shared_folder(tmp_path_factory):
     return made
 
 
-def test_a_shared_encoder_reads_the_targets_states_once_and_of_the_source_alone(shared_folder):
+def test_a_shared_encoder_reads_a_prompt_once_and_what_was_written_in_each_step(shared_folder):
     drafter, asked = BlockDrafter(context(shared_folder)), []
 
-    def states(begin: int, end: int) -> PromptStates:
+    def states(begin: int, end: int) -> SequenceStates:
         asked.append((begin, end))
-        return PromptStates(torch.ones(end - begin, 8).half(), torch.arange(end - begin))
+        return SequenceStates(torch.ones(end - begin, 8).half(), torch.arange(end - begin))
 
-    made = dataclasses.replace(request(12, []), prompt_states=states)
-    assert drafter.prompt_layer == 3
+    made = dataclasses.replace(request(12, []), target_states=states)
+    assert drafter.states_layer == 3
     drafter.prefill([made])
     (chain,) = drafter.prefill_draft([made], 8)
     assert not len(chain) and not asked  # the target has yet to read
-    made.output.append(12)
     drafter.start(made)
-    for _ in range(2):
+    for _ in range(3):
+        made.output.append(12)
         (tree,) = drafter.propose([made], 8)
         assert len(tree)
-    assert asked == [(2, 4)]  # of [5, 6, 12, 10, 7]
-    assert drafter.counters["sources"] == 1 and drafter.counters["source_tokens"] == 2
-    assert made.state.memory.keys_values.shape[3] == 2
+    # Of [5, 6, 12, 10, 7] what is behind the template's first tokens; the last one is unread.
+    assert asked == [(2, 5), (5, 5), (5, 6), (5, 7)]
+    assert drafter.counters["sources"] == 1 and drafter.counters["source_tokens"] == 3
+    assert made.state.memory.keys_values.shape[3] == 3
+    made.output.extend([12] * 40)
+    drafter.propose([made], 8)
+    assert asked[-1] == (5 + 42 - SHAPE.window, 5 + 42)
 
 
 def test_without_states_the_block_is_silent_and_others_of_the_batch_are_not(shared_folder):
     drafter = BlockDrafter(context(shared_folder))
 
-    def states(begin: int, end: int) -> PromptStates:
-        return PromptStates(torch.ones(1, 8).half(), torch.tensor([1]))
+    def states(begin: int, end: int) -> SequenceStates:
+        known = min(1, end - begin)
+        return SequenceStates(torch.ones(known, 8).half(), torch.tensor([1])[:known])
 
-    def none(begin: int, end: int) -> PromptStates:
-        return PromptStates(torch.ones(0, 8).half(), torch.arange(0))
+    def none(begin: int, end: int) -> SequenceStates:
+        return SequenceStates(torch.ones(0, 8).half(), torch.arange(0))
 
     given = [none, states, None]
-    rows = [dataclasses.replace(request(12, [12]), prompt_states=each) for each in given]
+    rows = [dataclasses.replace(request(12, [12]), target_states=each) for each in given]
     for row in rows:
         drafter.start(row)
     assert [len(tree) > 0 for tree in drafter.propose(rows, 8)] == [False, True, False]

@@ -1,9 +1,9 @@
-"""The target's states of prompts, kept beside their KV for drafters that read them.
+"""The target's states of prompts and outputs, kept beside their KV for drafters that read them.
 
 A drafter may share the target's encoder (SpecDec's future work, arXiv 2203.16487): what it reads
-of a prompt is the target's own residual stream there, which a prefill passes through anyway. States
-lie in slots as K and V do, so that a prompt whose beginning is in the radix cache has them too. A
-slot that a decode step has written has none.
+of a prompt and of what was written is the target's own residual stream there, which its passes
+compute anyway. States lie in slots as K and V do, and are moved with them, so that what is in the
+radix cache has them too. A slot whose K and V no pass here has computed has none.
 """
 
 import functools
@@ -17,7 +17,7 @@ import torch
 from sglang.srt.runtime_context import get_disagg, get_memory
 
 from sglang_ext.block_drafter.target_states import even_states
-from sglang_ext.drafters import Drafter, DrafterError, PromptStates
+from sglang_ext.drafters import Drafter, DrafterError, SequenceStates
 from sglang_ext.mirror.target_parts import ExitError, parts_of, tap_state
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class KeptStates:
 
     @contextmanager
     def reading(self, batch: "ScheduleBatch") -> Iterator[None]:
-        """The pass that runs within reads prompts into the batch's slots."""
+        """The pass that runs within reads tokens into the batch's slots."""
         self._reading = batch
         try:
             yield
@@ -81,14 +81,19 @@ class KeptStates:
         """These slots hold other tokens from now on: int64[n]."""
         self._known[slots] = False
 
-    def reader(self, req: "Req") -> Callable[[int, int], PromptStates]:
-        """Gives a running request's states of a part of its prompt."""
+    def move(self, to: torch.Tensor, of: torch.Tensor) -> None:
+        """What lay in the slots `of` lies in `to` from now on: int64[n] both."""
+        self._states[to] = self._states[of]
+        self._known[to] = self._known[of]
+
+    def reader(self, req: "Req") -> Callable[[int, int], SequenceStates]:
+        """Gives a running request's states of a part of its prompt and output."""
         return functools.partial(self._of, req)
 
-    def _of(self, req: "Req", begin: int, end: int) -> PromptStates:
+    def _of(self, req: "Req", begin: int, end: int) -> SequenceStates:
         slots = self._rows[req.kv.req_pool_idx, begin:end].long()
         places = self._known[slots].nonzero()[:, 0]
-        return PromptStates(self._states[slots[places]], places)
+        return SequenceStates(self._states[slots[places]], places)
 
     def _take(self, state: torch.Tensor) -> None:
         if self._reading is None:
@@ -97,7 +102,7 @@ class KeptStates:
         try:
             self._keep(state, self._reading)
         except Exception:
-            logger.exception("states of prompts are not kept any more; serving goes on")
+            logger.exception("the target's states are not kept any more; serving goes on")
             self._end()
             self._known.zero_()
         self._seconds += time.perf_counter() - start
@@ -117,7 +122,7 @@ def states_for(target: "TpModelWorker", drafters: Iterable[Drafter]) -> KeptStat
     Raises:
         DrafterError: it cannot be kept, or two of them want different layers.
     """
-    layers = {drafter.prompt_layer for drafter in drafters} - {0}
+    layers = {drafter.states_layer for drafter in drafters} - {0}
     if len(layers) > 1:
         raise DrafterError(f"drafters want the states behind different layers: {sorted(layers)}")
     return KeptStates(target, layers.pop()) if layers else None

@@ -11,8 +11,8 @@ from torch import nn
 
 from sglang_ext.block_drafter.target_states import even_states
 from sglang_ext.drafters import DrafterError
-from sglang_ext.step import prompt_states
-from sglang_ext.step.prompt_states import KeptStates, states_for
+from sglang_ext.step import sequence_states
+from sglang_ext.step.sequence_states import KeptStates, states_for
 
 WIDTH, SLOTS = 8, 32
 
@@ -56,7 +56,7 @@ def request(row: int) -> Req:
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(prompt_states, "_why_not", lambda: "")
+    monkeypatch.setattr(sequence_states, "_why_not", lambda: "")
     target = Target()
     return target, KeptStates(target, 2)
 
@@ -80,7 +80,19 @@ def test_a_request_has_the_states_of_what_was_read_into_its_slots(server):
     assert kept.take_seconds() > 0 and kept.take_seconds() == 0
 
 
-def test_slots_that_are_written_by_decoding_have_none(server):
+def test_states_are_moved_as_their_slots_are(server):
+    target, kept = server
+    hidden = torch.randn(3, WIDTH)
+    read(target, kept, [5, 6, 7], hidden)
+    kept.forget(torch.tensor([7]))
+    kept.move(torch.tensor([5, 6]), torch.tensor([6, 7]))
+    target.rows.req_to_token[1, :3] = torch.tensor([5, 6, 7])
+    found = kept.reader(request(1))(0, 3)
+    assert found.places.tolist() == [0]
+    assert torch.equal(found.states, even_states(hidden[1:2] + 2.0))
+
+
+def test_slots_that_are_written_otherwise_have_none(server):
     target, kept = server
     target.rows.req_to_token[1, :3] = torch.tensor([5, 6, 7])
     read(target, kept, [5, 6, 7], torch.randn(3, WIDTH))
@@ -111,14 +123,14 @@ def test_drafts_behind_prompts_have_slots_of_their_own(server):
 
 def test_only_drafters_that_read_states_have_them_kept(server, monkeypatch):
     target, _ = server
-    layers = [SimpleNamespace(prompt_layer=n) for n in (0, 2, 2, 1)]
+    layers = [SimpleNamespace(states_layer=n) for n in (0, 2, 2, 1)]
     assert states_for(target, layers[:1]) is None
     assert states_for(target, layers[:3]) is not None
     with pytest.raises(DrafterError, match=r"different layers: \[1, 2\]"):
         states_for(target, layers)
     with pytest.raises(DrafterError, match="cannot be served: an exit lies behind"):
-        states_for(target, [SimpleNamespace(prompt_layer=3)])
-    monkeypatch.setattr(prompt_states, "_why_not", lambda: "on decode servers")
+        states_for(target, [SimpleNamespace(states_layer=3)])
+    monkeypatch.setattr(sequence_states, "_why_not", lambda: "on decode servers")
     with pytest.raises(DrafterError, match="not served on decode servers"):
         states_for(target, layers[1:2])
 
