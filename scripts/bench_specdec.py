@@ -13,8 +13,9 @@ best served with (--cpu-weights).
 
 SpecDec's rows need --draft-model, a directory of `sglang-ext drafter train`, or --train-minutes: so
 long a drafter is trained on the distilled outputs, and with --shared-encoder another one that reads
-the target's states of a prompt instead (--shared-draft-model, where it is trained). --quick trains
-both. What `sglang-ext drafter distill` has written (docs/specdec.md) is read with --data. Suffix
+the target's states instead (--shared-draft-model, where it is trained). --quick trains both. Where
+there are both, the rows are of the one that drafts more of held-out outputs; the other is compared
+with it. What `sglang-ext drafter distill` has written (docs/specdec.md) is read with --data. Suffix
 decoding's rows need arctic-inference (docs/peers.md). What is not there is said to be absent.
 
 Figures: mismatches (outputs of exact methods that are not AT's, at any batch size),
@@ -25,7 +26,8 @@ bleu_loss_specdecpp; of each relaxed rule relaxed_DRAFTER_accepted_*, _bleu_*, _
 shared_encoder_accepted_ratio (tokens a step by those of the drafter with an encoder of its own),
 _cost_ratio (drafting seconds of a request likewise, capturing states included), _encode_ratio (of
 encoding alone). bad_inputs (mistakes that were made), bad_inputs_unclear (that were not told in
-one clear line). trained_minutes, trained_memory_gb (the most that training took) of the drafters.
+one clear line). trained_minutes, trained_memory_gb (of the drafter whose rows these are; reading
+the target's states is part of both). served_shared_encoder: 1 if that one has the target's.
 
     python -m scripts.bench_specdec [--quick] [--sentences N] [--swept N] [--growing N]
         [--cpu-weights FORMAT] [--distil N | --data FILE,...]
@@ -96,7 +98,8 @@ def main() -> int:
     if options.plots is not None:
         write_plots(options.plots, results)
     if options.docs is not None:
-        served = f"{options.model}, {options.cpu_weights} weights"
+        encoder = "the target's" if more.get("served_shared_encoder") else "an own"
+        served = f"{options.model}, {options.cpu_weights} weights, SpecDec with {encoder} encoder"
         write_page(options.docs, results, served, options.length)
     figures = results.figures(options.length) | more
     report(figures, options.json)
@@ -197,22 +200,25 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[Results, dict[str, f
     with Server(options.model, flags, name="plain") as plain:
         written = written_by_language(plain, options)
         made = drafters_for(options, folder, written)
-        with Server(options.model, [*flags, *our_flags(options, made.own)], name="ours") as ours:
+        served = made.better
+        with Server(options.model, [*flags, *our_flags(options, served)], name="ours") as ours:
             results = measured(options, made, written, plain, ours)
-            own, bad = None, []
-            if made.shared is not None:
-                own = drafting(options, plain, ours, made.own)
-            if made.own is not None and made.data is not None:
-                bad = list(bad_inputs(options, folder, made, ours))
-        more = training_figures(made)
+            compared, bad = {}, []
+            if made.own is not None and made.shared is not None:
+                compared[served] = drafting(options, plain, ours, served)
+            if served is not None and made.data is not None:
+                bad = list(bad_inputs(options, folder, served, made.data, ours))
+        more = training_figures(served)
+        if served is not None:
+            more["served_shared_encoder"] = float(served == made.shared)
         if bad:
             unclear = sum(bool(case.fault) for case in bad)
             more |= {"bad_inputs": len(bad), "bad_inputs_unclear": unclear}
-        if own is not None:
-            with Server(
-                options.model, [*flags, *our_flags(options, made.shared)], name="shared"
-            ) as other:
-                more |= shared_figures(own, drafting(options, plain, other, made.shared))
+        if compared:
+            other = made.own if served == made.shared else made.shared
+            with Server(options.model, [*flags, *our_flags(options, other)], name="other") as last:
+                compared[other] = drafting(options, plain, last, other)
+            more |= shared_figures(compared[made.own], compared[made.shared])
     return results, more
 
 
@@ -247,12 +253,11 @@ def drafting(
 
 
 def bad_inputs(
-    options: argparse.Namespace, folder: Path, made: Drafters, ours: Server
+    options: argparse.Namespace, folder: Path, drafter: Path, data: Path, ours: Server
 ) -> Iterator[Case]:
     """The mistakes of specdec_bad_input, each printed with what was said of it."""
-    assert made.own is not None and made.data is not None
     prompt = Prompts(pair_of(options.model, options.languages[0])).ids("A man.")
-    for case in cases(ours.base_url, prompt, folder, made.own, made.data, options.model):
+    for case in cases(ours.base_url, prompt, folder, drafter, data, options.model):
         print(f"{case.name}: {'NOT CLEAR, ' + case.fault if case.fault else 'ok'}: {case.said}")
         yield case
 
@@ -265,7 +270,7 @@ def measured(
     ours: Server,
 ) -> Results:
     """What two servers answer, language by language."""
-    drafters, absent = drafters_of(made.own)
+    drafters, absent = drafters_of(made.better)
     grid, blocks = (PUBLISHED, QUICK_BLOCKS) if options.quick else (GRID, BLOCKS)
     judged = "specdec" in drafters and _judged()
     methods = {

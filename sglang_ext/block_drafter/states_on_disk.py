@@ -18,6 +18,7 @@ class StatesOnDisk:
 
     Attributes:
         source_lengths: int64[examples], states of each source.
+        seconds: that the target took to read the examples.
 
     Args:
         sources, outputs: int64[examples], states of each source, and behind them of its output.
@@ -27,8 +28,14 @@ class StatesOnDisk:
     """
 
     def __init__(
-        self, path: Path, sources: Sequence[int], outputs: Sequence[int], width: int
+        self,
+        path: Path,
+        sources: Sequence[int],
+        outputs: Sequence[int],
+        width: int,
+        seconds: float = 0.0,
     ) -> None:
+        self.seconds = seconds
         self.source_lengths = np.asarray(sources, dtype=np.int64)
         self._width = width
         self._ends = np.cumsum(self.source_lengths + np.asarray(outputs, dtype=np.int64))

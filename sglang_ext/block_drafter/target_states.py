@@ -6,6 +6,7 @@ layers, made even (`even_states`). The target is transformers' model, run as far
 all prompts begin with it reads once.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -187,15 +188,16 @@ def kept_states(
     ends = np.cumsum(np.add(sources, outputs))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(path, data, firsts, ends, reader, tell)
-        states = StatesOnDisk(path, sources, outputs, reader.states.width)
+        seconds = _write(path, data, firsts, ends, reader, tell)
+        states = StatesOnDisk(path, sources, outputs, reader.states.width, seconds)
     except OSError as error:
         raise BlockDrafterError(f"cannot write {path}: {error.strerror or error}") from None
     try:
         yield states
     finally:
         states.close()
-    path.unlink(missing_ok=True)
+    for each in (path, _time_of(path)):
+        each.unlink(missing_ok=True)
     if not any(folder.iterdir()):
         folder.rmdir()
 
@@ -207,8 +209,12 @@ def _write(
     ends: np.ndarray,
     reader: StatesReader,
     tell: Callable[[int], None],
-) -> None:
-    """Append what is missing, in the examples' order; a full disk is an OSError, not a signal."""
+) -> float:
+    """Append what is missing, in the examples' order; a full disk is an OSError, not a signal.
+
+    Returns:
+        seconds that reading took, before kills too.
+    """
     row_bytes = 2 * reader.states.width
     size = path.stat().st_size if path.is_file() else 0
     texts = [np.concatenate([e.prompt, e.output[:-1]]) for e in data.examples]
@@ -217,9 +223,26 @@ def _write(
     with open(path, "ab") as file:
         if size > kept:
             file.truncate(kept)
+        seconds = _read_time(path) if done else 0.0
         for number in range(done, len(texts), _AT_ONCE * _ALIKE):
+            began = time.monotonic()
             _write_part(file, slice(number, number + _AT_ONCE * _ALIKE), texts, firsts, reader)
+            seconds += time.monotonic() - began
+            _time_of(path).write_text(f"{seconds:.1f}")
             tell(min(number + _AT_ONCE * _ALIKE, len(texts)))
+    return seconds
+
+
+def _time_of(path: Path) -> Path:
+    """Where the seconds are kept that reading took so far."""
+    return path.with_suffix(".seconds")
+
+
+def _read_time(path: Path) -> float:
+    try:
+        return float(_time_of(path).read_text())
+    except (OSError, ValueError):  # a kill may have left none
+        return 0.0
 
 
 def _write_part(

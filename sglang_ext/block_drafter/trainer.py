@@ -235,7 +235,7 @@ class Trainer:
             "seconds": round(self._seconds, 1),
             "memory_gb": round(_most_memory() / 1e9, 2),
         }
-        training = {**asdict(self._recipe), **done}
+        training = {**self._manifest.training, **asdict(self._recipe), **done}
         scores = {"held_out": len(self._data.held_out), **scores}
         manifest = replace(self._manifest, training=training, scores=scores)
         self._manifest = save_drafter(self._folder, manifest, model, self._data.kept)

@@ -95,6 +95,7 @@ def _train(
         weights=_NO_WEIGHTS,
         data={**data.summary(), "digest": data.digest()},
         states=None if reader is None else reader.states,
+        training={} if states is None else {"reading_seconds": round(states.seconds, 1)},
     )
     data.examples.clear()  # as much memory again as the rows that were made of them
     with progress_bar(args.steps) as show:

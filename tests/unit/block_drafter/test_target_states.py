@@ -103,7 +103,8 @@ def test_the_file_of_states_is_gone_on_with_after_a_kill_and_removed_at_the_end(
     rule = source_rule(data, SHAPE.source_tokens)
     with kept_states(tmp_path / "a", data, rule, reader) as states:
         whole = [states.read(i) for i in range(len(states))]
-        (path,) = (tmp_path / "a").iterdir()
+        assert states.seconds > 0
+        (path,) = (tmp_path / "a").glob("*.f16")
         content = path.read_bytes()
     assert not (tmp_path / "a").exists()
     for example, (source, written) in zip(data.examples, whole, strict=True):
@@ -115,10 +116,12 @@ def test_the_file_of_states_is_gone_on_with_after_a_kill_and_removed_at_the_end(
         assert np.allclose(np.concatenate([source, written]), wanted, atol=0.02)
     # Killed in the middle of the 20th example.
     (tmp_path / "b").mkdir()
+    (tmp_path / "b" / path.with_suffix(".seconds").name).write_text("100.0")
     (tmp_path / "b" / path.name).write_bytes(content[: 19 * len(content) // 40 + 7])
     told: list[int] = []
     with kept_states(tmp_path / "b", data, rule, reader, told.append) as states:
         assert (tmp_path / "b" / path.name).stat().st_size == len(content)
+        assert states.seconds > 100
         for i, pair in enumerate(whole):
             for found, wanted in zip(states.read(i), pair, strict=True):
                 assert np.allclose(found, wanted, atol=0.02)
