@@ -193,14 +193,17 @@ def block_inputs(last: Sequence[int], block: int) -> Rows:
     return tokens
 
 
-def padded(sequences: Sequence[Source]) -> Rows | npt.NDArray[np.float32]:
-    """Sequences as one array, the longest's length: int64[n, longest], PADDING behind each's rows.
+def padded(sequences: Sequence[Source], multiple: int = 1) -> Rows | npt.NDArray[np.float32]:
+    """Sequences as one array: int64[n, longest], PADDING behind each's rows.
 
     Of states float32[n, longest, width], zeros behind each's.
+
+    Args:
+        multiple: of which `longest` is one.
     """
     first = sequences[0]
     kind = np.float32 if first.ndim == 2 else np.int64
-    longest = max(map(len, sequences))
+    longest = -(-max(map(len, sequences)) // multiple) * multiple
     joined = np.full((len(sequences), longest, *first.shape[1:]), PADDING, dtype=kind)
     for row, sequence in zip(joined, sequences, strict=True):
         row[: len(sequence)] = sequence

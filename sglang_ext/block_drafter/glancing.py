@@ -20,6 +20,11 @@ from sglang_ext.block_drafter.states_on_disk import States
 
 Rows = npt.NDArray[np.int64]
 
+# Lengths and numbers of places are multiples of these: oneDNN compiles a product for each shape
+# that it sees, which takes as long as the product.
+_LENGTHS, _PLACES = 8, 256
+_IGNORED = -100
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -73,10 +78,12 @@ def make_batch(
         row[: len(following)] = following
         last.append(outputs[i][done - 1] if done else PADDING)
     before = [output[:-1] for output in outputs] if written is None else written
-    arrays = (
-        padded(sources), padded(before), _seen(sources, before, lengths, shape.window),
-        block_inputs(last, shape.block), gold, committed,
-    )  # fmt: skip
+    of_sources, of_outputs = padded(sources, _LENGTHS), padded(before, _LENGTHS)
+    in_source = np.arange(of_sources.shape[1]) < np.array([[len(s)] for s in sources])
+    place, end = np.arange(of_outputs.shape[1]), committed[:, None] - 1
+    in_output = (place < end) & (place >= end - shape.window)
+    seen = np.concatenate([in_source.repeat(prefixes, 0), in_output], axis=1)
+    arrays = (of_sources, of_outputs, seen, block_inputs(last, shape.block), gold, committed)
     return Batch(*(torch.from_numpy(array) for array in arrays))
 
 
@@ -84,16 +91,6 @@ def _lengths(least: int, tokens: int, count: int, rng: np.random.Generator) -> R
     """int64[count], of prefixes: `least` to one below `tokens`, or `least`."""
     possible = np.arange(least, max(tokens, least + 1))
     return np.resize(rng.permutation(possible), count)
-
-
-def _seen(
-    sources: Sequence[Source], written: Sequence[Source], lengths: Rows, window: int
-) -> npt.NDArray[np.bool_]:
-    """bool[b, s + m]: all of a source, and before a block's last token `window` tokens."""
-    in_source = np.arange(max(map(len, sources))) < np.array([[len(s)] for s in sources])
-    place, last = np.arange(max(map(len, written))), lengths.reshape(-1, 1) - 1
-    in_output = (place < last) & (place >= last - window)
-    return np.concatenate([in_source.repeat(lengths.shape[1], 0), in_output], axis=1)
 
 
 def block_loss(
@@ -124,9 +121,10 @@ def block_loss(
         guessed = torch.full_like(batch.gold, PADDING)
         model.eval()  # what it would draft, and quicker
         with torch.no_grad():
-            logits = model.decode(memory, batch.seen, tokens, batch.committed, hidden)
+            wanted = _as_many_as(_PLACES, hidden)
+            logits = model.decode(memory, batch.seen, tokens, batch.committed, wanted)
         model.train()
-        guessed[hidden] = logits.max(-1).indices + UNKNOWN  # argmax of bfloat16 is slow
+        guessed[wanted] = logits.max(-1).indices + UNKNOWN  # argmax of bfloat16 is slow
         shown = _shown(guessed, batch.gold, hidden, glancing, generator)
         block = torch.where(shown, batch.gold, tokens[:, 1:])
         tokens = torch.cat([tokens[:, :1], block], dim=1)
@@ -136,9 +134,19 @@ def block_loss(
     learned = hidden & (kept < least).to(hidden.device)
     if not learned.any():
         learned = hidden
-    logits = model.decode(memory, batch.seen, tokens, batch.committed, learned)
-    labels = batch.gold[learned] - UNKNOWN
-    return cross_entropy(logits.float(), labels, label_smoothing=smoothing)
+    wanted = _as_many_as(_PLACES, learned)
+    logits = model.decode(memory, batch.seen, tokens, batch.committed, wanted)
+    labels = torch.where(learned, batch.gold - UNKNOWN, _IGNORED)[wanted]
+    return cross_entropy(logits.float(), labels, label_smoothing=smoothing, ignore_index=_IGNORED)
+
+
+def _as_many_as(multiple: int, places: torch.Tensor) -> torch.Tensor:
+    """bool as `places`, others among them until their number is a multiple, if there are enough."""
+    missing = -int(places.sum()) % multiple
+    others = (~places).flatten().nonzero()[:missing, 0]
+    more = places.flatten().clone()
+    more[others] = True
+    return more.view_as(places)
 
 
 def _shown(
