@@ -141,7 +141,8 @@ def test_blocks_stand_behind_random_prefixes_and_end_with_the_output():
     # As different as they can be.
     assert len(set(batch.committed[:8].tolist())) == 8 and max(batch.committed) < 9
     assert not batch.committed[8:].any()
-    assert batch.sources.tolist() == [[4, PADDING], [5, 6]]
+    # Of few different lengths.
+    assert batch.sources.tolist() == [[4, *[PADDING] * 7], [5, 6, *[PADDING] * 6]]
     assert batch.written.tolist() == [list(range(10, 18)), [PADDING] * 8]
     blocks = zip(batch.tokens, batch.gold, batch.committed, batch.seen, strict=True)
     for i, (tokens, gold, done, seen) in enumerate(blocks):
@@ -149,9 +150,9 @@ def test_blocks_stand_behind_random_prefixes_and_end_with_the_output():
         following = output[done : done + SHAPE.block]
         assert gold[gold != PADDING].tolist() == following.tolist()
         assert tokens.tolist() == [output[done - 1] if done else PADDING, *[MASK] * SHAPE.block]
-        assert seen[:2].tolist() == [True, i >= 8]
+        assert seen[:8].tolist() == [True, i >= 8, *[False] * 6]
         before = output[max(0, done - 1 - SHAPE.window) : max(0, done - 1)]
-        assert batch.written[i // 8][seen[2:]].tolist() == before.tolist()
+        assert batch.written[i // 8][seen[8:]].tolist() == before.tolist()
 
 
 def test_blocks_of_states_stand_behind_a_token_at_least():
@@ -161,7 +162,7 @@ def test_blocks_of_states_stand_behind_a_token_at_least():
     batch = make_batch(states[:2], outputs, SHAPE, 6, rng, states[2:])
     assert set(batch.committed[:6].tolist()) == {1, 2, 3}
     assert batch.committed[6:].tolist() == [1] * 6 and not (batch.gold[6:] != PADDING).any()
-    assert batch.sources.shape == (2, 2, 4) and batch.written.shape == (2, 3, 4)
+    assert batch.sources.shape == batch.written.shape == (2, 8, 4)
     assert batch.seen.sum(1).tolist() == [2 + int(n) - 1 for n in batch.committed[:6]] + [1] * 6
 
 
