@@ -111,21 +111,10 @@ def block_loss(
         smoothing: of labels.
         generator: chooses which ones, on the host.
     """
-    memory = model.encode(batch.sources)
-    places = torch.arange(batch.written.shape[1], device=memory.device)
-    places = places.expand(batch.written.shape[:2])
-    written = model.dropout(model.remembered(batch.written, places, written=True))
-    memory = torch.cat([memory, written.to(memory.dtype)], dim=1)
+    memory = _memory_of(model, batch)
     tokens, hidden = batch.tokens, batch.gold != PADDING
     if glancing > 0:
-        guessed = torch.full_like(batch.gold, PADDING)
-        model.eval()  # what it would draft, and quicker
-        with torch.no_grad():
-            wanted = _as_many_as(_PLACES, hidden)
-            logits = model.decode(memory, batch.seen, tokens, batch.committed, wanted)
-        model.train()
-        guessed[wanted] = logits.max(-1).indices + UNKNOWN  # argmax of bfloat16 is slow
-        shown = _shown(guessed, batch.gold, hidden, glancing, generator)
+        shown = _glanced(model, memory, batch, glancing, generator)
         block = torch.where(shown, batch.gold, tokens[:, 1:])
         tokens = torch.cat([tokens[:, :1], block], dim=1)
         hidden = hidden & ~shown
@@ -138,6 +127,34 @@ def block_loss(
     logits = model.decode(memory, batch.seen, tokens, batch.committed, wanted)
     labels = torch.where(learned, batch.gold - UNKNOWN, _IGNORED)[wanted]
     return cross_entropy(logits.float(), labels, label_smoothing=smoothing, ignore_index=_IGNORED)
+
+
+def _memory_of(model: BlockModel, batch: Batch) -> torch.Tensor:
+    """float[n, s + m, width], of what was read and what was written."""
+    memory = model.encode(batch.sources)
+    places = torch.arange(batch.written.shape[1], device=memory.device)
+    places = places.expand(batch.written.shape[:2])
+    written = model.dropout(model.remembered(batch.written, places, written=True))
+    return torch.cat([memory, written.to(memory.dtype)], dim=1)
+
+
+def _glanced(
+    model: BlockModel,
+    memory: torch.Tensor,
+    batch: Batch,
+    ratio: float,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """bool[b, block], the gold tokens that are shown behind a first pass."""
+    hidden = batch.gold != PADDING
+    guessed = torch.full_like(batch.gold, PADDING)
+    model.eval()  # what it would draft, and quicker
+    with torch.no_grad():
+        wanted = _as_many_as(_PLACES, hidden)
+        logits = model.decode(memory, batch.seen, batch.tokens, batch.committed, wanted)
+    model.train()
+    guessed[wanted] = logits.max(-1).indices + UNKNOWN  # argmax of bfloat16 is slow
+    return _shown(guessed, batch.gold, hidden, ratio, generator)
 
 
 def _as_many_as(multiple: int, places: torch.Tensor) -> torch.Tensor:

@@ -144,6 +144,20 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default="auto",
         help="of products; auto: bf16 where the device is faster in it [%(default)s]",
     )
+    _add_network(train)
+    train.add_argument(
+        "--most-tokens",
+        type=whole_number,
+        default=20_000_000,
+        help="of the data, about 30 bytes of memory each [%(default)d]",
+    )
+    _add_streaming(train)
+    _add_recipe(train)
+    train.set_defaults(func=_guarded(_train))
+
+
+def _add_network(train: argparse.ArgumentParser) -> None:
+    """What a block drafter is made of."""
     train.add_argument("--shape", choices=tuple(SHAPES), default="small", help="[%(default)s]")
     train.add_argument(
         "--encoder",
@@ -165,15 +179,6 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     train.add_argument(
         "--source-tokens", type=whole_number, default=256, help="of a source [%(default)d]"
     )
-    train.add_argument(
-        "--most-tokens",
-        type=whole_number,
-        default=20_000_000,
-        help="of the data, about 30 bytes of memory each [%(default)d]",
-    )
-    _add_streaming(train)
-    _add_recipe(train)
-    train.set_defaults(func=_guarded(_train))
 
 
 def _add_streaming(train: argparse.ArgumentParser) -> None:
