@@ -67,6 +67,7 @@ from scripts.lib.specdec_methods import (
     growing_methods,
     sentence_methods,
     setting_methods,
+    specdec_chain,
 )
 from scripts.lib.specdec_page import print_results, write_page, write_plots
 from scripts.lib.specdec_results import GROWING, SENTENCES, SETTINGS, Answer, Results
@@ -98,8 +99,10 @@ def main() -> int:
     if options.plots is not None:
         write_plots(options.plots, results)
     if options.docs is not None:
-        encoder = "the target's" if more.get("served_shared_encoder") else "an own"
-        served = f"{options.model}, {options.cpu_weights} weights, SpecDec with {encoder} encoder"
+        served = f"{options.model}, {options.cpu_weights} weights"
+        if "served_shared_encoder" in more:
+            encoder = "the target's" if more["served_shared_encoder"] else "an own"
+            served += f", SpecDec with {encoder} encoder"
         write_page(options.docs, results, served, options.length)
     figures = results.figures(options.length) | more
     report(figures, options.json)
@@ -239,8 +242,7 @@ def drafting(
 ) -> Drafting:
     """What a server's block drafter does and takes, on the test's sentences."""
     assert drafter is not None
-    methods = setting_methods(["specdec"], options.length, (), (options.length,), False)
-    (method,) = (m for m in methods if m.drafter == "specdec")
+    method = specdec_chain(options.length)
 
     def ask() -> Iterator[Answer]:
         for language in options.languages:

@@ -103,7 +103,7 @@ def sentence_methods(drafters: Collection[str], length: int) -> list[Method]:
     if "specdec" in drafters:
         together = Method("SpecDec with SSSD", "specdec", length, options=_BOTH, batched=True)
         methods += [
-            _specdec(length, batched=True),
+            specdec_chain(length, batched=True),
             *(_specdecpp(rule, length, batched=True) for rule in rules),
             together,
             AUTO,
@@ -132,7 +132,7 @@ def setting_methods(
     if "specdec" in drafters:
         if judged_by_drafter:
             rules += [Rule(*pair, "drafter") for pair in PUBLISHED]
-        methods += [_specdec(k) for k in sorted(set(blocks))]
+        methods += [specdec_chain(k) for k in sorted(set(blocks))]
         methods += [_specdecpp(rule, length) for rule in rules]
     return methods
 
@@ -141,7 +141,8 @@ def _sssd(rule: Rule, length: int, batched: bool = False) -> Method:
     return Method(f"SSSD relaxed {rule}", "sssd", length, rule, batched=batched)
 
 
-def _specdec(length: int, batched: bool = False) -> Method:
+def specdec_chain(length: int, batched: bool = False) -> Method:
+    """SpecDec as published, chains of so many tokens."""
     return Method(f"SpecDec k={length}", "specdec", length, options=_CHAIN, batched=batched)
 
 

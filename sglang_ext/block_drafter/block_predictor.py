@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from sglang_ext.block_drafter.kept_tokens import MASK, PADDING, UNKNOWN
-from sglang_ext.block_drafter.nat_model import BlockModel
+from sglang_ext.block_drafter.nat_model import OF_SOURCE, BlockModel
 from sglang_ext.block_drafter.states_on_disk import States
 
 Rows = npt.NDArray[np.int64]
@@ -116,7 +116,7 @@ class BlockPredictor:
         hidden = self._model.embedded(tokens, places)
         for layer in self._encoder:
             hidden = layer.run(hidden, seen, self._heads)
-        encoded = _normed(hidden, self._model.encoder.norm) + self._model.kinds[0]
+        encoded = _normed(hidden, self._model.encoder.norm) + self._model.kinds[OF_SOURCE]
         kept = self._keys_values(encoded)
         return [
             SourceMemory(kept[i, :, :, :, : len(rows)].clone()) for i, rows in enumerate(rows_of)

@@ -121,12 +121,13 @@ def block_loss(
     kept = torch.rand(hidden.shape, generator=generator)
     least = fading ** torch.arange(hidden.shape[1])
     learned = hidden & (kept < least).to(hidden.device)
-    if not learned.any():
-        learned = hidden
     wanted = _as_many_as(_PLACES, learned)
     logits = model.decode(memory, batch.seen, tokens, batch.committed, wanted)
     labels = torch.where(learned, batch.gold - UNKNOWN, _IGNORED)[wanted]
-    return cross_entropy(logits.float(), labels, label_smoothing=smoothing, ignore_index=_IGNORED)
+    total = cross_entropy(
+        logits.float(), labels, label_smoothing=smoothing, ignore_index=_IGNORED, reduction="sum"
+    )
+    return total / learned.sum().clamp(min=1)  # outputs of one token leave nothing to learn
 
 
 def _memory_of(model: BlockModel, batch: Batch) -> torch.Tensor:

@@ -17,7 +17,7 @@ from sglang_ext.block_drafter.kept_tokens import PADDING, UNKNOWN
 from sglang_ext.block_drafter.shapes import Shape, TargetStates
 
 # What an entry of the memory is of.
-_OF_SOURCE, _OF_OUTPUT = 0, 1
+OF_SOURCE, OF_OUTPUT = 0, 1
 
 
 class BlockModel(nn.Module):
@@ -79,7 +79,7 @@ class BlockModel(nn.Module):
             return self.dropout(self.remembered(sources, places))
         hidden = self.dropout(self.embedded(sources, places))
         encoded: torch.Tensor = self.encoder(hidden, src_key_padding_mask=sources == PADDING)
-        return encoded + self.kinds[_OF_SOURCE]
+        return encoded + self.kinds[OF_SOURCE]
 
     def remembered(
         self, read: torch.Tensor, places: torch.Tensor, *, written: bool = False
@@ -99,7 +99,7 @@ class BlockModel(nn.Module):
             entries: torch.Tensor = self.memory_norm(self.of_states(even))
         else:
             entries = self.memory_norm(self.embedding(read))
-        kind = self.kinds[_OF_OUTPUT if written else _OF_SOURCE]
+        kind = self.kinds[OF_OUTPUT if written else OF_SOURCE]
         return entries + sinusoids(places, self.shape.width) + kind
 
     def decode(
@@ -124,9 +124,11 @@ class BlockModel(nn.Module):
         """
         hidden = self.embedded(tokens, self.places(committed)) + self.slots
         hidden = self.dropout(hidden)
-        unseen = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
+        mask = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
+        # A source's blocks ask together.
+        mask = mask.repeat_interleave(hidden.shape[1], 0).view(len(memory), 1, -1, seen.shape[1])
         for layer in self.decoder.layers:
-            hidden = _decoded(layer, hidden, memory, unseen, self.shape.heads)
+            hidden = _decoded(layer, hidden, memory, mask, self.shape.heads)
         drafted = hidden[:, 1:]
         drafted = self.decoder.norm(drafted if wanted is None else drafted[wanted])
         return linear(drafted, self.output_weight, self.output_bias)
@@ -152,7 +154,7 @@ def _decoded(
     layer: nn.TransformerDecoderLayer,
     hidden: torch.Tensor,
     memory: torch.Tensor,
-    unseen: torch.Tensor,
+    mask: torch.Tensor,
     heads: int,
 ) -> torch.Tensor:
     """A decoder layer as nn.TransformerDecoderLayer's, norms first: float as `hidden`.
@@ -163,19 +165,19 @@ def _decoded(
     Args:
         hidden: float[n, k, width].
         memory: float[sources, m, width], each read by n / sources rows of `hidden`.
-        unseen: float[n, m], 0 where an entry is read and minus infinity elsewhere.
+        mask: float[sources, 1, n k / sources, m], 0 where an entry is read and minus infinity
+            elsewhere.
     """
     own, cross, width = layer.self_attn, layer.multihead_attn, hidden.shape[2]
     qkv = linear(layer.norm1(hidden), own.in_proj_weight, own.in_proj_bias)
     query, keys, values = qkv.chunk(3, dim=-1)
     found = own.out_proj(attended(query, keys, values, heads))
     hidden = hidden + layer.dropout1(found)
-    # A source's blocks ask together: its memory is projected once for them all.
+    # A source's memory is projected once for all of its blocks.
     asking = layer.norm2(hidden).reshape(len(memory), -1, width)
     query = linear(asking, cross.in_proj_weight[:width], cross.in_proj_bias[:width])
     both = linear(memory, cross.in_proj_weight[width:], cross.in_proj_bias[width:])
     keys, values = both.chunk(2, dim=-1)
-    mask = unseen.repeat_interleave(hidden.shape[1], 0).view(len(memory), 1, *asking.shape[1:2], -1)
     found = cross.out_proj(attended(query, keys, values, heads, mask))
     hidden = hidden + layer.dropout2(found.reshape(hidden.shape))
     inner = layer.dropout(layer.activation(layer.linear1(layer.norm3(hidden))))

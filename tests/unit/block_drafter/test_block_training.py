@@ -15,6 +15,7 @@ from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
 from sglang_ext.block_drafter.glancing import _shown, block_loss, make_batch
 from sglang_ext.block_drafter.kept_tokens import MASK, PADDING, UNKNOWN
 from sglang_ext.block_drafter.nat_model import BlockModel
+from sglang_ext.block_drafter.shapes import TargetStates
 from sglang_ext.block_drafter.trainer import alike
 from sglang_ext.block_drafter.training_set import Pairs
 from tests.unit.block_drafter.toy_drafters import (
@@ -164,6 +165,21 @@ def test_blocks_of_states_stand_behind_a_token_at_least():
     assert batch.committed[6:].tolist() == [1] * 6 and not (batch.gold[6:] != PADDING).any()
     assert batch.sources.shape == batch.written.shape == (2, 8, 4)
     assert batch.seen.sum(1).tolist() == [2 + int(n) - 1 for n in batch.committed[:6]] + [1] * 6
+
+
+def test_outputs_of_one_token_alone_cost_a_batch_and_not_the_training():
+    torch.manual_seed(0)
+    _, kept = untrained()
+    model = BlockModel(SHAPE, kept.num_rows, kept.num_classes, states=TargetStates(1, 4))
+    states = [np.ones((2, 4), np.float16), np.ones((0, 4), np.float16)]
+    rng = np.random.default_rng(0)
+    batch = make_batch(states[:1], [np.array([7])], SHAPE, 4, rng, states[1:])
+    generator = torch.Generator().manual_seed(0)
+    loss = block_loss(model, batch, glancing=0.0, fading=0.8, smoothing=0.1, generator=generator)
+    loss.backward()
+    assert float(loss) == 0.0
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    assert grads and not any(grad.any() or grad.isnan().any() for grad in grads)
 
 
 def test_far_places_are_learned_from_less():

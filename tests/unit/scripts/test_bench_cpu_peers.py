@@ -350,14 +350,20 @@ def test_mismatches_are_told_by_form(monkeypatch):
     assert asked[0][3] == "int4"
 
 
-def test_verify_steps_are_measured_until_their_ratio_is_sure():
-    steps = iter([0.010, 0.030] + [0.020] * 1000)
+def _verify_turns(steps):
+    """What is asked of a measuring function, and the function: steps of these seconds."""
     asked = []
 
     def measured(prompt):
         asked.append(prompt)
         return VerifyTurn(next(steps), 12.0, linear_s=0.015, attention_s=0.001)
 
+    return asked, measured
+
+
+def test_verify_steps_are_measured_until_their_ratio_is_sure():
+    steps = iter([0.010, 0.030] + [0.020] * 1000)
+    asked, measured = _verify_turns(steps)
     figures = repeated(measured, ["a", "b"], most=500)
     assert figures["verify_overhead"] == pytest.approx(1.25)
     assert figures["verify_overhead_error_percent"] <= 3.0
@@ -367,12 +373,7 @@ def test_verify_steps_are_measured_until_their_ratio_is_sure():
 
 def test_verify_steps_that_never_agree_are_measured_so_often_and_no_more():
     steps = itertools.cycle([0.010, 0.030])
-    asked = []
-
-    def measured(prompt):
-        asked.append(prompt)
-        return VerifyTurn(next(steps), 12.0, linear_s=0.015, attention_s=0.001)
-
+    asked, measured = _verify_turns(steps)
     assert repeated(measured, ["a", "b"], most=3)["verify_overhead_error_percent"] > 3.0
     assert len(asked) == 6
 
