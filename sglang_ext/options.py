@@ -201,7 +201,7 @@ class Options:
     )
     specdec_branches: int = _option(
         3,
-        "SpecDec: likeliest tokens drafted at each place of a block; 1: a chain, as published",
+        "SpecDec: paths followed through a block, and tokens tried behind each; 1: a chain",
         low=1,
         high=8,
     )

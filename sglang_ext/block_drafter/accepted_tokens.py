@@ -6,7 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.block_drafter.block_predictor import BlockPredictor, SourceMemory, Written
+from sglang_ext.block_drafter.block_predictor import (
+    BlockPredictor,
+    SourceMemory,
+    Written,
+    last_rows,
+)
 from sglang_ext.block_drafter.kept_tokens import UNKNOWN
 from sglang_ext.block_drafter.training_set import Pairs, ReadPairs
 
@@ -64,11 +69,12 @@ def _replay_batch(
         blocks = predictor.predict(
             [memories[i] for i in running],
             [_written(pairs, i, done[i]) for i in running],
-            choices=1,
+            [1] * len(running),
+            block,
         )
         for i, drafted in zip(running, blocks, strict=True):
             rest = outputs[i][done[i] :]
-            committed = min(agreed(drafted.rows[:block, 0], rest) + 1, len(rest))
+            committed = min(agreed(drafted.likeliest(), rest) + 1, len(rest))
             done[i] += committed
             accepted.tokens += committed
             accepted.steps += 1
@@ -80,7 +86,8 @@ def _written(pairs: ReadPairs, number: int, done: int) -> Written:
     rows = pairs.outputs[number][:done]
     if pairs.written is None:
         return Written.of_rows(rows, done)
-    return Written(done, int(rows[-1]), pairs.written[number][: done - 1], np.arange(done - 1))
+    read = pairs.written[number][: done - 1]
+    return Written(done, last_rows(rows), read, np.arange(done - 1))
 
 
 def agreed(drafted: Rows, output: Rows) -> int:

@@ -13,8 +13,8 @@ from typing import Any
 from sglang_ext.block_drafter.shapes import Shape, TargetStates
 
 NAME = "drafter.json"
-# 1 and 2 read a window of tokens, or states of the source alone.
-FORMAT = 3
+# 1 and 2 read a window of tokens, or states of the source alone; 3 chose each place's token apart.
+FORMAT = 4
 KIND = "block"
 _MAX_BYTES = 1 << 24
 

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import cross_entropy
 
-from sglang_ext.block_drafter.block_predictor import Source, block_inputs, padded
+from sglang_ext.block_drafter.block_predictor import Source, block_inputs, last_rows, padded
 from sglang_ext.block_drafter.kept_tokens import PADDING, UNKNOWN
-from sglang_ext.block_drafter.nat_model import BlockModel
+from sglang_ext.block_drafter.nat_model import EARLIER, BlockModel
 from sglang_ext.block_drafter.shapes import Shape
 from sglang_ext.block_drafter.states_on_disk import States
 
@@ -39,6 +39,8 @@ class Batch:
             each source, one behind the other.
         gold: int64[b, block] rows, what is to be predicted; PADDING behind an output's end.
         committed: int64[b], tokens before each block.
+        before: int64[b], of which entry is the last committed token's predecessor.
+        earlier: int64[b, block, EARLIER] rows, the tokens before each place.
     """
 
     sources: torch.Tensor
@@ -47,6 +49,8 @@ class Batch:
     tokens: torch.Tensor
     gold: torch.Tensor
     committed: torch.Tensor
+    before: torch.Tensor
+    earlier: torch.Tensor
 
     def to(self, device: str) -> "Batch":
         """The batch on a device."""
@@ -76,14 +80,20 @@ def make_batch(
     for row, i, done in zip(gold, which, committed, strict=True):
         following = outputs[i][done : done + shape.block]
         row[: len(following)] = following
-        last.append(outputs[i][done - 1] if done else PADDING)
+        last.append(last_rows(outputs[i][:done]))
     before = [output[:-1] for output in outputs] if written is None else written
     of_sources, of_outputs = padded(sources, _LENGTHS), padded(before, _LENGTHS)
-    in_source = np.arange(of_sources.shape[1]) < np.array([[len(s)] for s in sources])
+    read = np.array([len(source) for source in sources])
+    in_source = np.arange(of_sources.shape[1]) < read[:, None]
     place, end = np.arange(of_outputs.shape[1]), committed[:, None] - 1
     in_output = (place < end) & (place >= end - shape.window)
     seen = np.concatenate([in_source.repeat(prefixes, 0), in_output], axis=1)
-    arrays = (of_sources, of_outputs, seen, block_inputs(last, shape.block), gold, committed)
+    inputs = block_inputs(np.array(last)[:, -1], shape.block)
+    predecessor = np.where(committed > 1, of_sources.shape[1] + committed - 2, read[which] - 1)
+    earlier = np.lib.stride_tricks.sliding_window_view(
+        np.concatenate([last, gold[:, :-1]], axis=1), EARLIER, axis=1
+    )
+    arrays = (of_sources, of_outputs, seen, inputs, gold, committed, predecessor, earlier.copy())
     return Batch(*(torch.from_numpy(array) for array in arrays))
 
 
@@ -122,12 +132,24 @@ def block_loss(
     least = fading ** torch.arange(hidden.shape[1])
     learned = hidden & (kept < least).to(hidden.device)
     wanted = _as_many_as(_PLACES, learned)
-    logits = model.decode(memory, batch.seen, tokens, batch.committed, wanted)
+    logits = _logits(model, memory, batch, tokens, wanted)
     labels = torch.where(learned, batch.gold - UNKNOWN, _IGNORED)[wanted]
     total = cross_entropy(
         logits.float(), labels, label_smoothing=smoothing, ignore_index=_IGNORED, reduction="sum"
     )
     return total / learned.sum().clamp(min=1)  # outputs of one token leave nothing to learn
+
+
+def _logits(
+    model: BlockModel,
+    memory: torch.Tensor,
+    batch: Batch,
+    tokens: torch.Tensor,
+    wanted: torch.Tensor,
+) -> torch.Tensor:
+    """float[m, num_classes] of the wanted places, behind the gold tokens."""
+    places = model.decode(memory, batch.seen, tokens, batch.committed, batch.before, wanted)
+    return model.logits(places, batch.earlier[wanted])
 
 
 def _memory_of(model: BlockModel, batch: Batch) -> torch.Tensor:
@@ -152,7 +174,7 @@ def _glanced(
     model.eval()  # what it would draft, and quicker
     with torch.no_grad():
         wanted = _as_many_as(_PLACES, hidden)
-        logits = model.decode(memory, batch.seen, batch.tokens, batch.committed, wanted)
+        logits = _logits(model, memory, batch, batch.tokens, wanted)
     model.train()
     guessed[wanted] = logits.max(-1).indices + UNKNOWN  # argmax of bfloat16 is slow
     return _shown(guessed, batch.gold, hidden, ratio, generator)

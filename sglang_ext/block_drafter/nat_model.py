@@ -5,19 +5,51 @@ decoder. There the decoder is run over all committed tokens in each step; here i
 and k masks, and finds the others in its memory beside the source, so that a step costs the same
 however long the output is. The encoder may be the target's (the paper's future work): then the
 memory is made of the target's states, of the source and of what was written, by a linear layer.
+There a place's token is chosen without regard to its neighbours; here a small head tells what
+stands at a place behind which two tokens (as in NART-CRF, Sun et al., NeurIPS 2019, section 3.2,
+and Hydra, arXiv 2402.05109, section 3), while the decoder is run once a block all the same.
 """
 
 import math
 
 import torch
 from torch import nn
-from torch.nn.functional import layer_norm, linear
+from torch.nn.functional import layer_norm, linear, relu
 
-from sglang_ext.block_drafter.kept_tokens import PADDING, UNKNOWN
+from sglang_ext.block_drafter.kept_tokens import FIRST, PADDING, UNKNOWN
 from sglang_ext.block_drafter.shapes import Shape, TargetStates
 
 # What an entry of the memory is of.
 OF_SOURCE, OF_OUTPUT = 0, 1
+# So many tokens before a place tell what stands there.
+EARLIER = 2
+
+
+class PathHead(nn.Module):
+    """What stands at a place of a block behind which tokens.
+
+    Attributes:
+        norm: of the earlier tokens' embeddings.
+        of_place, of_earlier, out: of a feed-forward layer over both.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.of_place = nn.Linear(width, 2 * width)
+        self.of_earlier = nn.Linear(EARLIER * width, 2 * width, bias=False)
+        self.out = nn.Linear(2 * width, width)
+
+    def forward(self, places: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
+        """float[..., width], to be multiplied with the output layer's weights.
+
+        Args:
+            places: float[..., width], of `BlockModel.decode`.
+            earlier: float[..., EARLIER, width], embeddings of the tokens before, the nearest last.
+        """
+        known = self.norm(earlier).flatten(-2)
+        found: torch.Tensor = self.out(relu(self.of_place(places) + self.of_earlier(known)))
+        return places + found
 
 
 class BlockModel(nn.Module):
@@ -27,6 +59,8 @@ class BlockModel(nn.Module):
         embedding: of tokens and of what can be drafted (its weights are the output layer's too).
         slots: float[1 + block, width], what a place of the decoder's input is.
         kinds: float[2, width], what an entry of the memory is of: the source, or the output.
+        of_before: of the entry before the last token's, which every slot is told of.
+        path: chooses a place's token behind those before it.
         states: of the target, which it reads; None: it has an encoder of its own.
     """
 
@@ -61,11 +95,19 @@ class BlockModel(nn.Module):
         else:
             self.of_states = nn.Linear(states.width, width)
         self.memory_norm = nn.LayerNorm(width)
+        self.of_before = nn.Linear(width, width)
+        self.path = PathHead(width)
         self.decoder = nn.TransformerDecoder(
             nn.TransformerDecoderLayer(*sizes, **settings),
             shape.decoder_layers,
             nn.LayerNorm(width),
         )
+
+    @torch.no_grad()
+    def begin_with(self, embeddings: torch.Tensor) -> None:
+        """Begin at embeddings of the kept tokens, float[n, m] of variance 1, m at most `width`."""
+        scaled = embeddings * self.shape.width**-0.5
+        self.embedding.weight[FIRST:, : embeddings.shape[1]] = scaled
 
     def encode(self, sources: torch.Tensor) -> torch.Tensor:
         """float[n, s, width], the memory of sources.
@@ -108,9 +150,10 @@ class BlockModel(nn.Module):
         seen: torch.Tensor,
         tokens: torch.Tensor,
         committed: torch.Tensor,
+        before: torch.Tensor,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """float[n, block, num_classes], the logits of the next tokens.
+        """float[n, block, width], what is known of the next tokens' places, for `logits`.
 
         Args:
             memory: float[sources, m, width], of `encode`, and of `remembered` for what was written;
@@ -119,19 +162,44 @@ class BlockModel(nn.Module):
             tokens: int64[n, 1 + block], the last committed token, PADDING if there is none, and
                 the block: MASK, or tokens that are shown.
             committed: int64[n], tokens of each output before the block.
-            wanted: bool[n, block], the m places whose logits are to be computed, and returned as
-                float[m, num_classes]; default: all of them.
+            before: int64[n], of which entry is the last token's predecessor: of the output, or the
+                source's last one.
+            wanted: bool[n, block], the m places that are to be returned, as float[m, width];
+                default: all of them.
         """
-        hidden = self.embedded(tokens, self.places(committed)) + self.slots
-        hidden = self.dropout(hidden)
+        sources = torch.arange(len(memory), device=memory.device)
+        of_block = sources.repeat_interleave(len(tokens) // len(memory))
+        told = self.of_before(memory[of_block, before])
+        hidden = self.dropout(self.slots_of(tokens, committed, told))
         mask = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
         # A source's blocks ask together.
         mask = mask.repeat_interleave(hidden.shape[1], 0).view(len(memory), 1, -1, seen.shape[1])
         for layer in self.decoder.layers:
             hidden = _decoded(layer, hidden, memory, mask, self.shape.heads)
         drafted = hidden[:, 1:]
-        drafted = self.decoder.norm(drafted if wanted is None else drafted[wanted])
-        return linear(drafted, self.output_weight, self.output_bias)
+        places: torch.Tensor = self.decoder.norm(drafted if wanted is None else drafted[wanted])
+        return places
+
+    def logits(self, places: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
+        """float[..., num_classes], of the tokens at places.
+
+        Args:
+            places: float[..., width], of `decode`.
+            earlier: int64[..., EARLIER], rows of the tokens before each, PADDING if there are none.
+        """
+        chosen = self.path(places, self.embedding(earlier))
+        return linear(chosen, self.output_weight, self.output_bias)
+
+    def slots_of(
+        self, tokens: torch.Tensor, committed: torch.Tensor, told: torch.Tensor
+    ) -> torch.Tensor:
+        """float[n, 1 + block, width], the decoder's input.
+
+        Args:
+            tokens, committed: as `decode` takes them.
+            told: float[n, width], of `of_before`.
+        """
+        return self.embedded(tokens, self.places(committed)) + self.slots + told[:, None]
 
     @property
     def output_weight(self) -> torch.Tensor:

@@ -101,8 +101,13 @@ class Trainer:
         recipe: Recipe,
         device: str,
         tell: Callable[[Progress], None] = lambda progress: None,
+        embeddings: torch.Tensor | None = None,
     ) -> None:
-        """manifest: all but weights and scores; its `data.digest` says what is trained on.
+        """A training of a folder.
+
+        Args:
+            manifest: all but weights and scores; its `data.digest` says what is trained on.
+            embeddings: of the kept tokens, as `embedding_start` gives them; None: random ones.
 
         Raises:
             BlockDrafterError: the folder holds a training of other data or of another shape.
@@ -119,6 +124,8 @@ class Trainer:
             recipe.dropout,
             manifest.states,
         ).to(device)
+        if embeddings is not None:
+            self._model.begin_with(embeddings.to(device))
         if device == "cpu":
             with_fast_dropout(self._model)
         self._optimizer = torch.optim.Adam(
@@ -226,7 +233,8 @@ class Trainer:
         return model.to(self._device).eval()
 
     def _replayed(self, model: BlockModel, block: int, most: int) -> float:
-        predictor = BlockPredictor(model, int8=self._device == "cpu")
+        ends = self._data.kept.rows(self._manifest.ends).tolist()
+        predictor = BlockPredictor(model, self._device == "cpu", ends)
         return replay(predictor, self._data.held_out, block, most).per_step
 
     def _write(self, model: BlockModel, scores: dict[str, Any]) -> None:

@@ -15,7 +15,12 @@ import numpy as np
 from pydantic import Field
 from sglang.srt.environ import envs
 
-from sglang_ext.block_drafter.block_predictor import BlockPredictor, SourceMemory, Written
+from sglang_ext.block_drafter.block_predictor import (
+    BlockPredictor,
+    SourceMemory,
+    Written,
+    last_rows,
+)
 from sglang_ext.block_drafter.block_trees import block_tree
 from sglang_ext.block_drafter.drafter_files import load_drafter
 from sglang_ext.block_drafter.drafter_manifest import (
@@ -114,10 +119,11 @@ class BlockDrafter(Drafter):
                 f"{loaded.manifest.vocab_size}, and the target's is {context.vocab_size}"
             )
         self._manifest, self._kept = loaded.manifest, loaded.kept
-        self._predictor = BlockPredictor(loaded.model, int8=on_cpu)
+        self._ends = frozenset(self._manifest.ends) | context.eos_token_ids
+        known = [end for end in self._ends if end < self._manifest.vocab_size]
+        self._predictor = BlockPredictor(loaded.model, on_cpu, self._kept.rows(known).tolist())
         self._tokenizer = _tokenizer(context)
         self._choices = context.options.specdec_branches
-        self._ends = frozenset(self._manifest.ends) | context.eos_token_ids
         self._retrieves = context.options.specdec_retrieve
         self._retrieval = load("sssd", context)
         self._shares = self._manifest.states
@@ -210,16 +216,16 @@ class BlockDrafter(Drafter):
         trees = [TokenTree.empty()] * len(requests)
         if not known:
             return trees
-        blocks = self._predictor.predict(
+        found = self._predictor.predict(
             [memory for memory in memories if memory is not None],
             [self._written(requests[i]) for i in known],
-            max(branches[i] for i in known),
+            [branches[i] for i in known],
+            max_nodes,
         )
         self._counters["passes"] += 1
-        self._counters["blocks"] += len(blocks)
-        for i, block in zip(known, blocks, strict=True):
-            narrowed = block.narrowed(branches[i])
-            trees[i] = block_tree(narrowed, self._kept, max_nodes, self._ends)
+        self._counters["blocks"] += len(found)
+        for i, paths in zip(known, found, strict=True):
+            trees[i] = block_tree(paths, self._kept, max_nodes, self._ends)
         return trees
 
     def _written(self, request: DraftRequest) -> Written:
@@ -233,7 +239,7 @@ class BlockDrafter(Drafter):
         before = len(request.prompt)
         found = request.target_states(before + first, before + end)
         places = first + found.places.numpy()
-        return Written(len(output), int(rows[-1]), found.states.numpy(), places)
+        return Written(len(output), last_rows(rows), found.states.numpy(), places)
 
     def _encode(self, requests: Sequence[DraftRequest]) -> None:
         if not requests:

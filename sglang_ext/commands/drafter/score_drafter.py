@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> int:
     check_target(args.folder, loaded.manifest, target.name, target.tokenizer)
     data = read_file(args.data, target, _MOST_TOKENS)
     del data.examples[args.most :]
-    predictor = BlockPredictor(loaded.model, int8=args.device == "cpu")
+    ends = loaded.kept.rows(loaded.manifest.ends).tolist()
+    predictor = BlockPredictor(loaded.model, args.device == "cpu", ends)
     scores = {}
     with ExitStack() as stack:
         manifest, states = loaded.manifest, None

@@ -15,6 +15,7 @@ from sglang_ext.block_drafter.drafter_manifest import (
     SourceRule,
     is_drafter_folder,
 )
+from sglang_ext.block_drafter.embedding_start import embedding_start
 from sglang_ext.block_drafter.shapes import SHAPES, Shape
 from sglang_ext.block_drafter.states_on_disk import StatesOnDisk
 from sglang_ext.block_drafter.target_models import TargetModel, load_target
@@ -105,7 +106,8 @@ def _train(
             learned = f"loss {progress.loss:.3f}, accepted {progress.score:.2f}"
             show(progress.step, f"{learned}, {left}")
 
-        return Trainer(args.out, made, manifest, _recipe(args), args.device, tell).run()
+        start = embedding_start(args.model, made.kept, shape.width)
+        return Trainer(args.out, made, manifest, _recipe(args), args.device, tell, start).run()
 
 
 def _check(args: argparse.Namespace) -> None:

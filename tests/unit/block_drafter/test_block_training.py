@@ -9,7 +9,7 @@ import torch
 
 from sglang_ext.block_drafter import checkpoints, drafter_files
 from sglang_ext.block_drafter.accepted_tokens import agreed, replay
-from sglang_ext.block_drafter.block_predictor import Block
+from sglang_ext.block_drafter.block_paths import Paths
 from sglang_ext.block_drafter.drafter_files import load_drafter
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
 from sglang_ext.block_drafter.glancing import _shown, block_loss, make_batch
@@ -184,9 +184,9 @@ def test_outputs_of_one_token_alone_cost_a_batch_and_not_the_training():
 
 def test_far_places_are_learned_from_less():
     class Counting(BlockModel):
-        def decode(self, memory, seen, tokens, committed, wanted=None):
+        def decode(self, memory, seen, tokens, committed, before, wanted=None):
             counted.append(wanted.sum(0).tolist())
-            return super().decode(memory, seen, tokens, committed, wanted)
+            return super().decode(memory, seen, tokens, committed, before, wanted)
 
     counted: list[list[int]] = []
     _, kept = untrained()
@@ -231,15 +231,16 @@ class _Scripted:
     def encode(self, sources):
         return list(range(len(sources)))
 
-    def predict(self, memories, written, choices):
-        blocks = []
+    def predict(self, memories, written, choices, longest):
+        found = []
         for i, own in zip(memories, written, strict=True):
             done = own.committed
-            assert own.last == self._outputs[i][done - 1]
-            rows = np.array(self._outputs[i][done : done + 6])
+            assert own.last[-1] == self._outputs[i][done - 1]
+            rows = np.array(self._outputs[i][done : done + longest])
             rows[[(done + j) % 4 == 3 for j in range(len(rows))]] = UNKNOWN
-            blocks.append(Block(rows[:, None], np.zeros((len(rows), 1), np.float32)))
-        return blocks
+            sure = np.zeros(len(rows), np.float32)
+            found.append(Paths(rows, np.arange(len(rows)) - 1, sure, sure))
+        return found
 
 
 def test_a_replay_counts_steps_as_a_server_would():

@@ -53,7 +53,7 @@ def test_another_targets_drafter_is_refused_by_name(folder):
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("format", 2, "format 2, and this version reads 3: train it again"),
+        ("format", 2, "format 2, and this version reads 4: train it again"),
         ("kind", "eagle", "kind 'eagle'"),
         ("weights", "abc", "SHA-256"),
         ("vocab_size", 0, "vocab_size"),

@@ -12,6 +12,7 @@ from sglang_ext.block_drafter.block_predictor import (
 )
 from sglang_ext.block_drafter.fast_dropout import FastDropout, with_fast_dropout
 from sglang_ext.block_drafter.kept_tokens import FIRST, MASK, PADDING, UNKNOWN, KeptTokens
+from sglang_ext.block_drafter.nat_model import EARLIER
 from sglang_ext.block_drafter.shapes import SHAPES, Shape
 from tests.unit.block_drafter.toy_drafters import SHAPE, untrained
 
@@ -36,7 +37,10 @@ def test_a_block_is_predicted_in_one_pass():
     tokens = torch.from_numpy(block_inputs([9, PADDING], 6))
     assert tokens.tolist() == [[9, *[MASK] * 6], [PADDING, *[MASK] * 6]]
     memory, committed = model.encode(sources), torch.tensor([1, 0])
-    logits = model.decode(memory, sources != PADDING, tokens, committed)
+    before = torch.tensor([2, 1])
+    places = model.decode(memory, sources != PADDING, tokens, committed, before)
+    assert places.shape == (2, SHAPE.block, SHAPE.width)
+    logits = model.logits(places, torch.full((2, SHAPE.block, EARLIER), 9))
     assert logits.shape == (2, SHAPE.block, kept.num_classes)
     assert logits.isfinite().all()
     # Of blocks of one source, each reads what it may.
@@ -44,14 +48,23 @@ def test_a_block_is_predicted_in_one_pass():
     joined = torch.cat([memory[:1], written], dim=1)
     seen = torch.tensor([[True, True, True, False, False], [True, True, True, True, False]])
     rows = torch.from_numpy(block_inputs([8, 9], 6))
+    committed, before = torch.tensor([1, 2]), torch.tensor([2, 3])
     model.eval()
-    both = model.decode(joined, seen, rows, torch.tensor([1, 2]))
-    alone = model.decode(joined[:, :4], seen[1:, :4], rows[1:], torch.tensor([2]))
+    both = model.decode(joined, seen, rows, committed, before)
+    alone = model.decode(joined[:, :4], seen[1:, :4], rows[1:], committed[1:], before[1:])
     assert torch.allclose(both[1:], alone, atol=1e-5)
     wanted = torch.zeros(2, 6, dtype=torch.bool)
     wanted[1, 3] = True
-    part = model.decode(joined, seen, rows, torch.tensor([1, 2]), wanted)
+    part = model.decode(joined, seen, rows, committed, before, wanted)
     assert torch.allclose(part, both[1, 3:4], atol=1e-5)
+
+
+def test_a_place_depends_on_the_tokens_before_it():
+    torch.manual_seed(0)
+    model, _ = untrained()
+    place = torch.randn(SHAPE.width).expand(3, -1)
+    logits = model.logits(place, torch.tensor([[4, 5], [4, 6], [5, 4]]))
+    assert not torch.allclose(logits[0], logits[1]) and not torch.allclose(logits[0], logits[2])
 
 
 def _requests():
@@ -64,40 +77,99 @@ def _requests():
     return sources, written
 
 
-def test_what_is_served_is_what_was_trained():
-    """The predictor's own layers compute what nn.Transformer's do."""
+def _sharp():
+    """An untrained model that is surer than one is."""
     torch.manual_seed(0)
     model, kept = untrained()
-    model.eval()
+    with torch.no_grad():
+        model.embedding.weight *= 3
+    return model.eval(), kept
+
+
+def _served(model, requests, choices, int8=False):
+    sources, written = requests
+    predictor = BlockPredictor(model, int8, ends=[7])
+    return predictor.predict(predictor.encode(sources), written, choices)
+
+
+def _path_of(paths, node):
+    """Rows up to a node."""
+    rows = []
+    while node >= 0:
+        rows.insert(0, int(paths.rows[node]))
+        node = paths.parents[node]
+    return rows
+
+
+def test_what_is_served_is_what_was_trained():
+    """The predictor's own layers, and its search, compute what the model does."""
+    model, _ = _sharp()
+    sources, written = _requests()
+    found = _served(model, (sources, written), [4, 4, 4])
+    window = SHAPE.window
+    read, at = ([getattr(w, name)[-window:] for w in written] for name in ("read", "places"))
+    tokens, own = torch.from_numpy(padded(sources)), torch.from_numpy(padded(read))
+    long = tokens.shape[1]
+    before = [
+        long + len(r) - 1 if len(r) else len(s) - 1 for r, s in zip(read, sources, strict=True)
+    ]
+    with torch.no_grad():
+        entries = model.remembered(own, torch.from_numpy(padded(at)), written=True)
+        places = model.decode(
+            torch.cat([model.encode(tokens), entries], dim=1),
+            torch.cat([tokens != PADDING, own != PADDING], dim=1),
+            torch.from_numpy(block_inputs([w.last[-1] for w in written], SHAPE.block)),
+            torch.tensor([w.committed for w in written]),
+            torch.tensor(before),
+        )
+        for paths, row, w in zip(found, places, written, strict=True):
+            assert len(paths) > 4
+            for node in range(len(paths)):
+                *path, last = _path_of(paths, node)
+                earlier = torch.tensor([*w.last, *path][-EARLIER:])
+                logprobs = model.logits(row[len(path)], earlier).log_softmax(-1)
+                assert logprobs[last - UNKNOWN] == pytest.approx(paths.logprobs[node], abs=1e-4)
+                assert last in logprobs.topk(4).indices + UNKNOWN
+
+
+def test_a_search_goes_on_behind_the_likeliest_paths_and_no_end():
+    model, _ = _sharp()
+    found = _served(model, _requests(), [3, 3, 3])
+    for paths in found:
+        assert (paths.parents < np.arange(len(paths))).all()
+        inner = [p for p in paths.parents if p >= 0]
+        assert not {7, UNKNOWN} & set(paths.rows[inner].tolist())
+        sums = paths.logprobs + np.where(paths.parents >= 0, paths.scores[paths.parents], 0)
+        assert np.allclose(sums, paths.scores, atol=1e-5)
+        assert (paths.scores >= np.log(0.01)).all()
+        assert paths.likeliest()[0] == paths.rows[paths.scores.argmax()]
+
+
+def test_one_choice_is_a_chain_and_each_request_has_its_own():
+    model, _ = _sharp()
+    chains, mixed = _served(model, _requests(), [1] * 3), _served(model, _requests(), [1, 3, 1])
+    for chain, one in zip(chains, mixed, strict=True):
+        assert chain.parents.tolist() == list(range(-1, len(chain) - 1))
+        assert chain.likeliest().tolist() == chain.rows.tolist()
+        assert one.likeliest()[0] == chain.rows[0]
+    assert [mixed[i].rows.tolist() for i in (0, 2)] == [chains[i].rows.tolist() for i in (0, 2)]
+    assert len(mixed[1]) > len(chains[1])
+
+
+def test_a_path_is_no_longer_than_asked_for():
+    model, _ = _sharp()
     sources, written = _requests()
     predictor = BlockPredictor(model, int8=False)
-    blocks = predictor.predict(predictor.encode(sources), written, kept.num_classes)
-    window = SHAPE.window
-    read, places = ([getattr(w, name)[-window:] for w in written] for name in ("read", "places"))
-    with torch.no_grad():
-        tokens, before = torch.from_numpy(padded(sources)), torch.from_numpy(padded(read))
-        own = model.remembered(before, torch.from_numpy(padded(places)), written=True)
-        logits = model.decode(
-            torch.cat([model.encode(tokens), own], dim=1),
-            torch.cat([tokens != PADDING, before != PADDING], dim=1),
-            torch.from_numpy(block_inputs([w.last for w in written], SHAPE.block)),
-            torch.tensor([w.committed for w in written]),
-        )
-    expected = logits.log_softmax(-1)
-    for block, row in zip(blocks, expected, strict=True):
-        found = torch.empty_like(row)
-        found.scatter_(1, torch.from_numpy(block.rows) - UNKNOWN, torch.from_numpy(block.logprobs))
-        assert torch.allclose(found, row, atol=1e-4)
+    for paths in predictor.predict(predictor.encode(sources), written, [2] * 3, 1):
+        assert (paths.parents == -1).all() and 1 <= len(paths) <= 2
 
 
 def test_a_batch_predicts_what_each_request_does_alone():
-    torch.manual_seed(0)
-    predictor = BlockPredictor(untrained()[0], int8=False)
+    model, _ = _sharp()
     sources, written = _requests()
-    together = predictor.predict(predictor.encode(sources), written, 3)
+    together = _served(model, (sources, written), [3, 3, 3])
     for i in range(3):
-        memories = predictor.encode([sources[i]])
-        (alone,) = predictor.predict(memories, [written[i]], 3)
+        (alone,) = _served(model, ([sources[i]], [written[i]]), [3])
         assert np.allclose(alone.logprobs, together[i].logprobs, atol=1e-4)
         assert (alone.rows == together[i].rows).all()
 
@@ -105,27 +177,27 @@ def test_a_batch_predicts_what_each_request_does_alone():
 def test_int8_is_near_float():
     torch.manual_seed(0)
     model, kept = untrained()
-    sources, written = _requests()
     many = kept.num_classes
-    by_kind = []
+    first = []
     for int8 in (False, True):
-        predictor = BlockPredictor(model, int8)
-        blocks = predictor.predict(predictor.encode(sources), written, many)
-        order = [np.argsort(block.rows, axis=1) for block in blocks]
-        logprobs = [
-            np.take_along_axis(b.logprobs, o, 1) for b, o in zip(blocks, order, strict=True)
-        ]
-        by_kind.append(np.stack(logprobs))
-    difference = np.abs(by_kind[0] - by_kind[1])
-    assert 0 < difference.mean() < 0.1 * by_kind[0].std()
+        own = []
+        for paths in _served(model, _requests(), [many] * 3, int8):
+            nodes = np.flatnonzero(paths.parents < 0)
+            at_first = dict(zip(paths.rows[nodes], paths.logprobs[nodes], strict=True))
+            own += [at_first.get(row, np.log(0.01)) for row in range(UNKNOWN, UNKNOWN + many)]
+        first.append(np.array(own))
+    difference = np.abs(first[0] - first[1])
+    assert 0 < difference.mean() < 0.1 * first[0].std()
 
 
 def test_a_source_keeps_memory_by_its_length_alone():
     predictor = BlockPredictor(untrained()[0], int8=False)
     long, short = predictor.encode([np.arange(3, 15), np.arange(3, 9)])
-    assert long.nbytes == 2 * short.nbytes == 12 * 2 * 32 * 4
+    keys_values = 2 * 32 * 4
+    assert long.nbytes - short.nbytes == 6 * keys_values
+    assert long.nbytes == 12 * keys_values + 32 * 4
     (empty,) = predictor.encode([np.array([], dtype=np.int64)])
-    assert empty.nbytes == 2 * 32 * 4
+    assert empty.nbytes == keys_values + 32 * 4
 
 
 def test_rare_tokens_are_mapped_out():

@@ -176,7 +176,7 @@ def test_places_that_are_not_known_leave_the_others_where_they_are(trained):
 
 def test_the_directory_states_what_is_read(trained):
     content = json.loads((trained[0] / NAME).read_text())
-    assert content["format"] == 3 and content["states"] == {"layer": 2, "width": 64}
+    assert content["format"] == 4 and content["states"] == {"layer": 2, "width": 64}
 
 
 @pytest.mark.parametrize(
