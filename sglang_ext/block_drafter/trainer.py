@@ -215,12 +215,11 @@ class Trainer:
         self._checkpoints.keep_weights(self.step, self._model.state_dict(), recipe.average)
         model = self._averaged()
         self._score = self._replayed(model, self._manifest.shape.block, _REPLAYED)
-        if self._score > self._best:
-            self._best, self._waited = self._score, 0
+        self._waited = 0 if self._score > self._best else self._waited + 1
+        if self._score >= self._best:  # of equal ones the one that has learned longer
+            self._best = self._score
             scores = {"accepted_per_step": {str(self._manifest.shape.block): self._score}}
             self._write(model, scores)
-        else:
-            self._waited += 1
 
     def _averaged(self) -> BlockModel:
         model = BlockModel(
