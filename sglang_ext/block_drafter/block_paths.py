@@ -6,7 +6,7 @@ search goes from place to place for a whole batch, behind each request's likelie
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from sglang_ext.block_drafter.served_layers import linear_of, normed
 from sglang_ext.tree import NO_PARENT
 
 Rows = npt.NDArray[np.int64]
+Logprobs = npt.NDArray[np.float32]
 
 # A path that is less likely costs more than it brings, whatever a step takes.
 _HOPELESS = math.log(0.01)
@@ -37,8 +38,8 @@ class Paths:
 
     rows: Rows
     parents: Rows
-    logprobs: npt.NDArray[np.float32]
-    scores: npt.NDArray[np.float32]
+    logprobs: Logprobs
+    scores: Logprobs
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -69,11 +70,12 @@ class PathSearch:
         self._of_earlier = linear_of(head.of_earlier.weight, None, int8)
         self._out = linear_of(head.out.weight, head.out.bias, int8)
         self._output = linear_of(model.output_weight, model.output_bias, int8)
-        self._closed = torch.tensor([UNKNOWN, *ends], device=model.slots.device)
+        self._closed = np.zeros(model.embedding.num_embeddings, dtype=np.bool_)
+        self._closed[[UNKNOWN, *ends]] = True
 
     @torch.inference_mode()
     def search(
-        self, places: torch.Tensor, earlier: torch.Tensor, choices: Sequence[int], longest: int
+        self, places: torch.Tensor, earlier: Rows, choices: Sequence[int], longest: int
     ) -> list[Paths]:
         """The likeliest paths of each request.
 
@@ -85,63 +87,101 @@ class PathSearch:
             longest: most tokens of a path.
         """
         n, widest = len(places), max(choices)
-        given = torch.tensor(choices, device=places.device)
-        tried = torch.arange(widest, device=places.device) < given[:, None]
+        tried = np.arange(widest) < np.array(choices)[:, None]
         known = self._of_place(places)
-        scores, nodes = places.new_zeros((n, 1)), given.new_full((n, 1), NO_PARENT)
-        earlier = earlier[:, None]
-        found: list[tuple[torch.Tensor, ...]] = []
+        beam = _Beam(np.zeros((n, 1), np.float32), np.full((n, 1), NO_PARENT), earlier[:, None])
+        found: list[_Candidates] = []
         first = 0
         for place in range(min(longest, places.shape[1])):
-            logits = self._logits(places[:, place], known[:, place], earlier)
-            # logsumexp of what was found alone takes torch five times as long on a CPU
-            best = logits.log_softmax(-1).topk(min(widest, logits.shape[-1]))
-            logprobs = best.values
+            rows, logprobs = self._likeliest(places[:, place], known[:, place], beam, widest)
             # A request with fewer choices than another one tries no more than it has.
-            logprobs = logprobs.masked_fill(~tried[:, None, : logprobs.shape[-1]], -math.inf)
-            rows = (best.indices + UNKNOWN).flatten(1)
-            totals = (scores[..., None] + logprobs).flatten(1)
-            parents = nodes.repeat_interleave(logprobs.shape[-1], 1)
-            found.append((rows, parents, logprobs.flatten(1), totals))
-            going_on = totals.masked_fill(torch.isin(rows, self._closed), -math.inf)
-            scores, at = going_on.topk(min(widest, going_on.shape[1]))
-            scores = scores.masked_fill(~tried[:, : scores.shape[1]], -math.inf)
-            if float(scores.max()) < _HOPELESS:
+            logprobs = np.where(tried[:, None, : rows.shape[2]], logprobs, -np.inf)
+            candidates = beam.behind(rows, logprobs)
+            found.append(candidates)
+            beam = beam.next(candidates, self._closed, tried, first)
+            first += candidates.rows.shape[1]
+            if beam.scores.max() < _HOPELESS:
                 break
-            nodes = first + at
-            before = earlier.repeat_interleave(logprobs.shape[-1], 1)[:, :, 1:]
-            earlier = torch.cat([before, rows[..., None]], dim=2)
-            earlier = earlier.gather(1, at[..., None].expand(-1, -1, earlier.shape[2]))
-            first += rows.shape[1]
         return _each(found)
 
-    def _logits(
-        self, places: torch.Tensor, known: torch.Tensor, earlier: torch.Tensor
-    ) -> torch.Tensor:
-        """float32[n, paths, num_classes], as `BlockModel.logits` has them.
+    def _likeliest(
+        self, places: torch.Tensor, known: torch.Tensor, beam: "_Beam", many: int
+    ) -> tuple[Rows, Logprobs]:
+        """int64[n, paths, many] rows behind each path, and their log-probabilities.
 
         Args:
             places: float[n, width].
             known: float[n, 2 width], what the path head makes of these.
-            earlier: int64[n, paths, EARLIER].
         """
+        earlier = torch.from_numpy(beam.earlier).to(places.device)
         tokens = normed(self._embedding(earlier), self._norm).flatten(2)
-        found = self._out(relu(known[:, None] + self._of_earlier(tokens)))
-        return self._output(places[:, None] + found).float()
+        told = self._out(relu(known[:, None] + self._of_earlier(tokens)))
+        logits = self._output(places[:, None] + told).float()
+        # logsumexp takes torch five times as long on a CPU
+        best = logits.log_softmax(-1).topk(min(many, logits.shape[-1]))
+        return best.indices.cpu().numpy() + UNKNOWN, best.values.cpu().numpy()
 
 
-def _each(found: Sequence[tuple[torch.Tensor, ...]]) -> list[Paths]:
-    """By request, without what was not tried."""
-    parts = (torch.cat(part, dim=1).cpu().numpy() for part in zip(*found, strict=True))
-    return [_paths(*of_request) for of_request in zip(*parts, strict=True)]
+@dataclass(frozen=True)
+class _Candidates:
+    """Nodes at one place, of n requests; arrays[n, m] as Paths' of these names."""
+
+    rows: Rows
+    parents: Rows
+    logprobs: Logprobs
+    scores: Logprobs
 
 
-def _paths(
-    rows: Rows,
-    parents: Rows,
-    logprobs: npt.NDArray[np.float32],
-    scores: npt.NDArray[np.float32],
-) -> Paths:
+@dataclass(frozen=True)
+class _Beam:
+    """The paths that are followed, of n requests.
+
+    Attributes:
+        scores: float32[n, paths].
+        nodes: int64[n, paths], the last node of each.
+        earlier: int64[n, paths, EARLIER], rows of its last tokens.
+    """
+
+    scores: Logprobs
+    nodes: Rows
+    earlier: Rows
+
+    def behind(self, rows: Rows, logprobs: Logprobs) -> _Candidates:
+        """The nodes behind the paths; both arrays[n, paths, tries]."""
+        n, _, tries = rows.shape
+        scores = (self.scores[..., None] + logprobs).reshape(n, -1)
+        parents = self.nodes.repeat(tries, axis=1)
+        return _Candidates(rows.reshape(n, -1), parents, logprobs.reshape(n, -1), scores)
+
+    def next(
+        self, found: _Candidates, closed: npt.NDArray[np.bool_], tried: Rows, first: int
+    ) -> "_Beam":
+        """The likeliest paths of one place more.
+
+        Args:
+            closed: bool[rows], behind which nothing stands.
+            tried: bool[n, most paths], which each request follows.
+            first: number of the first of these nodes.
+        """
+        open_scores = np.where(closed[found.rows], -np.inf, found.scores)
+        at = np.argsort(-open_scores, axis=1, kind="stable")[:, : tried.shape[1]]
+        scores = np.where(tried[:, : at.shape[1]], np.take_along_axis(open_scores, at, 1), -np.inf)
+        path = at // (found.rows.shape[1] // self.nodes.shape[1])
+        before = np.take_along_axis(self.earlier, path[..., None], 1)[..., 1:]
+        own = np.take_along_axis(found.rows, at, 1)[..., None]
+        return _Beam(scores, first + at, np.concatenate([before, own], axis=2))
+
+
+def _each(found: Sequence[_Candidates]) -> list[Paths]:
+    """By request, without what was not tried or is hopeless."""
+    rows, parents, logprobs, scores = (
+        np.concatenate([getattr(part, field.name) for part in found], axis=1)
+        for field in fields(_Candidates)
+    )
+    return [_paths(*of_request) for of_request in zip(rows, parents, logprobs, scores, strict=True)]
+
+
+def _paths(rows: Rows, parents: Rows, logprobs: Logprobs, scores: Logprobs) -> Paths:
     kept = scores >= _HOPELESS
     # A parent is likelier than its children.
     number = np.append(np.cumsum(kept) - 1, NO_PARENT)

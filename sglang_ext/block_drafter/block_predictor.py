@@ -162,8 +162,7 @@ class BlockPredictor:
         for number, layer in enumerate(self._decoder):
             hidden = layer.run(hidden, kept[:, number], read, self._heads)
         places = normed(hidden[:, 1:], self._model.decoder.norm)
-        earlier = torch.from_numpy(last).to(self._device)
-        return self._paths.search(places, earlier, choices, longest or self._shape.block)
+        return self._paths.search(places, last, choices, longest or self._shape.block)
 
     def _of_written(self, written: Sequence[Written]) -> list["_Entries"]:
         """Of each output."""

@@ -6,8 +6,8 @@ and k masks, and finds the others in its memory beside the source, so that a ste
 however long the output is. The encoder may be the target's (the paper's future work): then the
 memory is made of the target's states, of the source and of what was written, by a linear layer.
 There a place's token is chosen without regard to its neighbours; here a small head tells what
-stands at a place behind which two tokens (as in NART-CRF, Sun et al., NeurIPS 2019, section 3.2,
-and Hydra, arXiv 2402.05109, section 3), while the decoder is run once a block all the same.
+stands at a place behind which two tokens (after NART-CRF, Sun et al., NeurIPS 2019, and Hydra,
+arXiv 2402.05109), while the decoder is run once a block all the same.
 """
 
 import math
