@@ -5,11 +5,12 @@ that take turns on each sentence, and at being first. AT runs on plain SGLang; e
 server of ours that is up beside it. Every answer starts with the instruction in the radix cache,
 and nothing else. What the target wrote of sentences of the training half ("distilled") is in the
 datastore, so that SSSD and suffix decoding retrieve from what a trained drafter learned from.
-Methods with a length verify all that is drafted (`budget: fixed`); "budget auto" is a server's own
-choice. Relaxed rows accept by SpecDec++'s rule (docs/relaxed.md), with SSSD, with SpecDec, and with
-SSBD on sentences that grow. Lengths and settings of the rules are swept on fewer sentences. Then
-sentences are in flight together, batch 8 and more. Both servers' weights are in 8 bits, as a CPU is
-best served with (--cpu-weights).
+Methods with a length verify all that is drafted (`budget: fixed`), of SpecDec's blocks of k places
+the likeliest k nodes, or the chain as published; "budget auto" is a server's own choice. Relaxed
+rows accept by SpecDec++'s rule (docs/relaxed.md), with SSSD, with SpecDec, and with SSBD on
+sentences that grow. Lengths and settings of the rules are swept on fewer sentences. Then sentences
+are in flight together, batch 8 and more. Both servers' weights are in 8 bits, as a CPU is best
+served with (--cpu-weights).
 
 SpecDec's rows need --draft-model, a directory of `sglang-ext drafter train`, or --train-minutes: so
 long a drafter is trained on the distilled outputs, and with --shared-encoder another one that reads
@@ -67,7 +68,7 @@ from scripts.lib.specdec_methods import (
     growing_methods,
     sentence_methods,
     setting_methods,
-    specdec_chain,
+    specdec,
 )
 from scripts.lib.specdec_page import print_results, write_page, write_plots
 from scripts.lib.specdec_results import GROWING, SENTENCES, SETTINGS, Answer, Results
@@ -228,7 +229,7 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[Results, dict[str, f
 def our_flags(options: argparse.Namespace, drafter: Path | None) -> list[str]:
     """Flags of a server with all drafters; requests name theirs, or have one chosen."""
     drafters, _ = drafters_of(drafter)
-    width = max((*BLOCKS, options.length) if drafter and not options.quick else (options.length,))
+    width = max([options.length, *([] if options.quick else blocks_of(drafter, BLOCKS)[0])])
     flags = [
         "--speculative-algorithm", "SSSD", "--drafter", "auto", "--enable-metrics",
         "--drafters", ",".join(name for name in drafters if name not in ("sssd", "specdec")),
@@ -242,7 +243,7 @@ def drafting(
 ) -> Drafting:
     """What a server's block drafter does and takes, on the test's sentences."""
     assert drafter is not None
-    method = specdec_chain(options.length)
+    method = specdec(options.length)
 
     def ask() -> Iterator[Answer]:
         for language in options.languages:
@@ -274,6 +275,8 @@ def measured(
     """What two servers answer, language by language."""
     drafters, absent = drafters_of(made.better)
     grid, blocks = (PUBLISHED, QUICK_BLOCKS) if options.quick else (GRID, BLOCKS)
+    blocks, beyond = blocks_of(made.better, blocks)
+    absent += beyond
     judged = "specdec" in drafters and _judged()
     methods = {
         SENTENCES: sentence_methods(drafters, options.length),
@@ -353,6 +356,16 @@ def drafters_of(drafter: Path | None) -> tuple[list[str], list[str]]:
     else:
         drafters.append("specdec")
     return drafters, absent
+
+
+def blocks_of(drafter: Path | None, blocks: Sequence[int]) -> tuple[list[int], list[str]]:
+    """The k that a drafter predicts, and the rows that are absent as it predicts fewer places."""
+    if drafter is None:
+        return [], []
+    most = read_manifest(drafter).shape.block
+    beyond = [k for k in blocks if k > most]
+    line = f"SpecDec k={', '.join(map(str, beyond))}: the drafter's blocks have {most} places"
+    return [k for k in blocks if k <= most], [line] if beyond else []
 
 
 def _judged() -> bool:

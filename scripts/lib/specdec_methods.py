@@ -79,7 +79,8 @@ class Method:
 
 AT = Method("AT greedy", batched=True)
 AUTO = Method("chosen (auto), budget auto", "auto", batched=True)
-# As published: a chain, of the block alone.
+_BLOCK = {"specdec": {"retrieve": False}}
+# As published: without branches.
 _CHAIN = {"specdec": {"retrieve": False, "branches": 1}}
 _BOTH = {"specdec": {"retrieve": True}}
 
@@ -103,7 +104,8 @@ def sentence_methods(drafters: Collection[str], length: int) -> list[Method]:
     if "specdec" in drafters:
         together = Method("SpecDec with SSSD", "specdec", length, options=_BOTH, batched=True)
         methods += [
-            specdec_chain(length, batched=True),
+            specdec(length, batched=True),
+            specdec_chain(length),
             *(_specdecpp(rule, length, batched=True) for rule in rules),
             together,
             AUTO,
@@ -132,7 +134,7 @@ def setting_methods(
     if "specdec" in drafters:
         if judged_by_drafter:
             rules += [Rule(*pair, "drafter") for pair in PUBLISHED]
-        methods += [specdec_chain(k) for k in sorted(set(blocks))]
+        methods += [of(k) for k in sorted(set(blocks)) for of in (specdec, specdec_chain)]
         methods += [_specdecpp(rule, length) for rule in rules]
     return methods
 
@@ -141,13 +143,18 @@ def _sssd(rule: Rule, length: int, batched: bool = False) -> Method:
     return Method(f"SSSD relaxed {rule}", "sssd", length, rule, batched=batched)
 
 
-def specdec_chain(length: int, batched: bool = False) -> Method:
+def specdec(length: int, batched: bool = False) -> Method:
+    """SpecDec of blocks of so many places, as many tokens verified: a server's branches."""
+    return Method(f"SpecDec k={length}", "specdec", length, options=_BLOCK, batched=batched)
+
+
+def specdec_chain(length: int) -> Method:
     """SpecDec as published, chains of so many tokens."""
-    return Method(f"SpecDec k={length}", "specdec", length, options=_CHAIN, batched=batched)
+    return Method(f"SpecDec k={length}, chain", "specdec", length, options=_CHAIN)
 
 
 def _specdecpp(rule: Rule, length: int, batched: bool = False) -> Method:
-    return Method(f"SpecDec++ {rule}", "specdec", length, rule, options=_CHAIN, batched=batched)
+    return Method(f"SpecDec++ {rule}", "specdec", length, rule, options=_BLOCK, batched=batched)
 
 
 def growing_methods(length: int, grid: Iterable[tuple[int, float]]) -> list[Method]:

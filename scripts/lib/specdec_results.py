@@ -207,13 +207,17 @@ class Results:
         for method in self.methods.get(SETTINGS, ()):
             if method.name.startswith("SpecDec k="):
                 own = self._of(SETTINGS, method.name, 1)
-                found[f"accepted_per_step_k{method.length}"] = per_step(own)
+                shape = "_chain" if method.name.endswith("chain") else ""
+                found[f"accepted_per_step_k{method.length}{shape}"] = per_step(own)
             elif method.rule is not None and method.name.startswith("SpecDec++"):
                 by = "" if method.rule.by == "target" else "_by_drafter"
                 pattern = f"relaxed_specdec_{{}}_{method.rule.figure}{by}"
                 found |= self._relaxed(SETTINGS, method.name, pattern)
         # On all sentences, not on those of its settings.
+        chain = f"{names[0]}, chain"
         found[f"accepted_per_step_k{length}"] = per_step(self._of(SENTENCES, names[0], 1))
+        found[f"accepted_per_step_k{length}_chain"] = per_step(self._of(SENTENCES, chain, 1))
+        found["speedup_specdec_chain"] = self._speedup(SENTENCES, chain)
         return found
 
     def _relaxed(self, suite: str, name: str, pattern: str) -> dict[str, float]:

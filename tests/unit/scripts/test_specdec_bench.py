@@ -7,11 +7,13 @@ import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from scripts import bench_specdec
 from scripts.bench_specdec import drafters_of, read_options, run
 from scripts.lib import (
     specdec_asking,
@@ -163,6 +165,16 @@ def test_every_method_asks_for_what_a_server_takes():
             assert (asked.budget == "fixed") == (asked.draft_length is not None)
 
 
+def test_blocks_beyond_a_drafters_are_absent(monkeypatch):
+    shape = SimpleNamespace(shape=SimpleNamespace(block=10))
+    monkeypatch.setattr(bench_specdec, "read_manifest", lambda folder: shape)
+    known, absent = bench_specdec.blocks_of(Path("here"), (5, 10, 15, 20))
+    assert known == [5, 10]
+    assert absent == ["SpecDec k=15, 20: the drafter's blocks have 10 places"]
+    assert bench_specdec.blocks_of(Path("here"), (5,)) == ([5], [])
+    assert bench_specdec.blocks_of(None, (5, 10)) == ([], [])
+
+
 def test_rows_of_drafters_that_are_not_there_are_absent():
     for methods in (
         sentence_methods(["sssd", "ssbd"], 10),
@@ -191,10 +203,11 @@ def test_baseline_and_methods_run_on_their_servers(servers, results):
 
 def test_figures(results):
     figures = results.figures(10)
-    # Two sentences by five exact methods, SSBD, and five in flight; one by two lengths.
-    assert figures["mismatches"] == 0 and figures["outputs_compared"] == 2 * (5 + 1 + 5) + 2
+    # Two sentences by six exact methods, SSBD, and five in flight; one by two shapes and lengths.
+    assert figures["mismatches"] == 0 and figures["outputs_compared"] == 2 * (6 + 1 + 5) + 4
     # Each answer: twelve tokens, one of the prefill, the others in two steps.
     assert figures["accepted_per_step_k10"] == figures["accepted_per_step_sssd"] == 5.5
+    assert figures["accepted_per_step_k10_chain"] == 5.5 and figures["speedup_specdec_chain"] > 0
     assert figures["bleu_specdecpp"] == figures["bleu_at"]
     assert figures["relaxed_sssd_bleu_beta3_tau1"] == figures["bleu_at"]
     assert figures["relaxed_sssd_bleu_beta5_tau3"] < figures["bleu_at"]
