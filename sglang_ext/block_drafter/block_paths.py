@@ -6,16 +6,21 @@ search goes from place to place for a whole batch, behind each request's likelie
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.functional import relu
+from torch import nn
+from torch.nn.functional import embedding_bag, linear
 
+from sglang_ext.block_drafter import path_kernel
 from sglang_ext.block_drafter.kept_tokens import UNKNOWN
-from sglang_ext.block_drafter.nat_model import BlockModel
+from sglang_ext.block_drafter.nat_model import EARLIER, BlockModel
 from sglang_ext.block_drafter.served_layers import linear_of, normed
+from sglang_ext.cpu.group_weights import GroupWeight, grouped
 from sglang_ext.tree import NO_PARENT
 
 Rows = npt.NDArray[np.int64]
@@ -23,6 +28,10 @@ Logprobs = npt.NDArray[np.float32]
 
 # A path that is less likely costs more than it brings, whatever a step takes.
 _HOPELESS = math.log(0.01)
+_BITS = 8
+
+# Paths that are followed, as path_kernel.go_on has them.
+_Beam = tuple[Rows, Rows, Logprobs, Rows]
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,9 @@ class Paths:
 class PathSearch:
     """Finds the likeliest paths through blocks.
 
+    Beside the model's weights it keeps what the path head makes of each token: EARLIER x rows x 2 x
+    width numbers of float32, 33 MB of 8,000 tokens and width 256.
+
     Args:
         int8: as BlockPredictor takes it.
         ends: rows of tokens behind which nothing stands.
@@ -65,12 +77,11 @@ class PathSearch:
     @torch.inference_mode()
     def __init__(self, model: BlockModel, int8: bool, ends: Sequence[int]) -> None:
         head = model.path
-        self._embedding, self._norm = model.embedding, head.norm
         self._of_place = linear_of(head.of_place.weight, head.of_place.bias, int8)
-        self._of_earlier = linear_of(head.of_earlier.weight, None, int8)
-        self._out = linear_of(head.out.weight, head.out.bias, int8)
-        self._output = linear_of(model.output_weight, model.output_bias, int8)
-        self._closed = np.zeros(model.embedding.num_embeddings, dtype=np.bool_)
+        of_earlier = _by_row(model.embedding, head.norm, head.of_earlier)
+        compiled = _Compiled.of(model, of_earlier) if int8 else None
+        self._run = compiled or _Plain(model, of_earlier)
+        self._closed = np.zeros(len(model.embedding.weight), dtype=np.bool_)
         self._closed[[UNKNOWN, *ends]] = True
 
     @torch.inference_mode()
@@ -86,103 +97,133 @@ class PathSearch:
                 behind each; 1: a chain.
             longest: most tokens of a path.
         """
-        n, widest = len(places), max(choices)
-        tried = np.arange(widest) < np.array(choices)[:, None]
+        tried, depth = np.array(choices), min(longest, places.shape[1])
+        widest = int(tried.max())
+        found = _Found.of(len(places), widest + (depth - 1) * widest**2)
         known = self._of_place(places)
-        beam = _Beam(np.zeros((n, 1), np.float32), np.full((n, 1), NO_PARENT), earlier[:, None])
-        found: list[_Candidates] = []
-        first = 0
-        for place in range(min(longest, places.shape[1])):
-            rows, logprobs = self._likeliest(places[:, place], known[:, place], beam, widest)
-            # A request with fewer choices than another one tries no more than it has.
-            logprobs = np.where(tried[:, None, : rows.shape[2]], logprobs, -np.inf)
-            candidates = beam.behind(rows, logprobs)
-            found.append(candidates)
-            beam = beam.next(candidates, self._closed, tried, first)
-            first += candidates.rows.shape[1]
-            if beam.scores.max() < _HOPELESS:
+        self._run(places, known, earlier, _Limits(tried, depth, _HOPELESS, self._closed), found)
+        return found.paths()
+
+
+class _Limits(NamedTuple):
+    """How far a search goes, as path_kernel.search takes it."""
+
+    choices: Rows
+    depth: int
+    hopeless: float
+    closed: npt.NDArray[np.bool_]
+
+
+class _Plain:
+    """The search by torch's operators, on any device, with weights as they are."""
+
+    def __init__(self, model: BlockModel, of_earlier: torch.Tensor) -> None:
+        """of_earlier: of `_by_row`."""
+        self._model, self._of_earlier = model, of_earlier.flatten(0, 1)
+        self._each = of_earlier.shape[1] * np.arange(EARLIER)
+
+    def __call__(
+        self,
+        places: torch.Tensor,
+        known: torch.Tensor,
+        earlier: Rows,
+        limits: _Limits,
+        found: "_Found",
+    ) -> None:
+        """Add to `found` what may follow; as path_kernel.search."""
+        n = len(places)
+        beam: _Beam = np.arange(n), np.full(n, NO_PARENT), np.zeros(n, np.float32), earlier
+        choices, depth, hopeless, closed = limits
+        most = min(int(choices.max()), self._model.num_classes)
+        for place in range(depth):
+            which = torch.from_numpy(beam[0]).to(places.device)
+            logits = self._logits(places[which, place], known[which, place], beam[3])
+            best = logits.log_softmax(-1).topk(most)
+            rows, logprobs = best.indices.cpu().numpy() + UNKNOWN, best.values.cpu().numpy()
+            beam = _go_on(rows, logprobs, beam, choices, hopeless, closed, found)
+            if not len(beam[0]):
                 break
-        return _each(found)
 
-    def _likeliest(
-        self, places: torch.Tensor, known: torch.Tensor, beam: "_Beam", many: int
-    ) -> tuple[Rows, Logprobs]:
-        """int64[n, paths, many] rows behind each path, and their log-probabilities.
-
-        Args:
-            places: float[n, width].
-            known: float[n, 2 width], what the path head makes of these.
-        """
-        earlier = torch.from_numpy(beam.earlier).to(places.device)
-        tokens = normed(self._embedding(earlier), self._norm).flatten(2)
-        told = self._out(relu(known[:, None] + self._of_earlier(tokens)))
-        logits = self._output(places[:, None] + told).float()
-        # logsumexp takes torch five times as long on a CPU
-        best = logits.log_softmax(-1).topk(min(many, logits.shape[-1]))
-        return best.indices.cpu().numpy() + UNKNOWN, best.values.cpu().numpy()
+    def _logits(self, places: torch.Tensor, known: torch.Tensor, earlier: Rows) -> torch.Tensor:
+        """float32[paths, num_classes], as `BlockModel.logits` has them."""
+        rows = torch.from_numpy(earlier + self._each).to(places.device)
+        inner = embedding_bag(rows, self._of_earlier, mode="sum") + known
+        chosen = places + self._model.path.out(inner.relu_())
+        return linear(chosen, self._model.output_weight, self._model.output_bias).float()
 
 
-@dataclass(frozen=True)
-class _Candidates:
-    """Nodes at one place, of n requests; arrays[n, m] as Paths' of these names."""
+class _Compiled:
+    """The search as path_kernel has it, in 8 bits."""
+
+    def __init__(
+        self, model: BlockModel, of_earlier: torch.Tensor, out: GroupWeight, output: GroupWeight
+    ) -> None:
+        """Args as `_weights` gives them."""
+        self._of_earlier = of_earlier.numpy()
+        self._out = _packed(out, model.path.out.bias)
+        self._output = _packed(output, model.output_bias)
+        self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+
+    @classmethod
+    def of(cls, model: BlockModel, of_earlier: torch.Tensor) -> "_Compiled | None":
+        """None where 8 bits do not fit, as the log tells."""
+        out = grouped(model.path.out.weight, _BITS)
+        output = grouped(model.output_weight, _BITS)
+        return None if out is None or output is None else cls(model, of_earlier, out, output)
+
+    def __call__(
+        self,
+        places: torch.Tensor,
+        known: torch.Tensor,
+        earlier: Rows,
+        limits: _Limits,
+        found: "_Found",
+    ) -> None:
+        """Add to `found` what may follow; as path_kernel.search."""
+        path_kernel.search(
+            places.numpy(), known.numpy(), self._of_earlier, self._out, self._output, UNKNOWN,
+            earlier, *limits, found, self._threads,
+        )  # fmt: skip
+
+
+def _packed(weight: GroupWeight, bias: torch.Tensor) -> tuple[Any, ...]:
+    """As path_kernel.search takes a layer."""
+    added = bias.detach().float().numpy()
+    return weight.levels, weight.scales, np.float32(weight.factor), added
+
+
+def _by_row(embedding: nn.Embedding, norm: nn.LayerNorm, of_earlier: nn.Linear) -> torch.Tensor:
+    """float32[EARLIER, rows, 2 width], what each row contributes as each of the tokens before."""
+    rows = normed(embedding.weight, norm)
+    parts = of_earlier.weight.split(rows.shape[1], dim=1)
+    return torch.stack([rows @ part.T for part in parts]).detach().contiguous()
+
+
+@numba.njit(cache=True, nogil=True)
+def _go_on(rows, logprobs, beam, choices, hopeless, closed, found):
+    """`path_kernel.go_on`, kept in numba's cache."""
+    return path_kernel.go_on(rows, logprobs, beam, choices, hopeless, closed, found)
+
+
+class _Found(NamedTuple):
+    """Nodes of n requests: arrays[n, most] as Paths', and int64[n] how many there are."""
 
     rows: Rows
     parents: Rows
     logprobs: Logprobs
     scores: Logprobs
+    counts: Rows
 
+    @classmethod
+    def of(cls, requests: int, most: int) -> "_Found":
+        """None yet, and room for as many of each request."""
+        shape = (requests, most)
+        ids, numbers = (np.empty((2, *shape), kind) for kind in (np.int64, np.float32))
+        return cls(*ids, *numbers, np.zeros(requests, np.int64))
 
-@dataclass(frozen=True)
-class _Beam:
-    """The paths that are followed, of n requests.
-
-    Attributes:
-        scores: float32[n, paths].
-        nodes: int64[n, paths], the last node of each.
-        earlier: int64[n, paths, EARLIER], rows of its last tokens.
-    """
-
-    scores: Logprobs
-    nodes: Rows
-    earlier: Rows
-
-    def behind(self, rows: Rows, logprobs: Logprobs) -> _Candidates:
-        """The nodes behind the paths; both arrays[n, paths, tries]."""
-        n, _, tries = rows.shape
-        scores = (self.scores[..., None] + logprobs).reshape(n, -1)
-        parents = self.nodes.repeat(tries, axis=1)
-        return _Candidates(rows.reshape(n, -1), parents, logprobs.reshape(n, -1), scores)
-
-    def next(
-        self, found: _Candidates, closed: npt.NDArray[np.bool_], tried: Rows, first: int
-    ) -> "_Beam":
-        """The likeliest paths of one place more.
-
-        Args:
-            closed: bool[rows], behind which nothing stands.
-            tried: bool[n, most paths], which each request follows.
-            first: number of the first of these nodes.
-        """
-        open_scores = np.where(closed[found.rows], -np.inf, found.scores)
-        at = np.argsort(-open_scores, axis=1, kind="stable")[:, : tried.shape[1]]
-        scores = np.where(tried[:, : at.shape[1]], np.take_along_axis(open_scores, at, 1), -np.inf)
-        path = at // (found.rows.shape[1] // self.nodes.shape[1])
-        before = np.take_along_axis(self.earlier, path[..., None], 1)[..., 1:]
-        own = np.take_along_axis(found.rows, at, 1)[..., None]
-        return _Beam(scores, first + at, np.concatenate([before, own], axis=2))
-
-
-def _each(found: Sequence[_Candidates]) -> list[Paths]:
-    """By request, without what was not tried or is hopeless."""
-    rows, parents, logprobs, scores = (
-        np.concatenate([getattr(part, field.name) for part in found], axis=1)
-        for field in fields(_Candidates)
-    )
-    return [_paths(*of_request) for of_request in zip(rows, parents, logprobs, scores, strict=True)]
-
-
-def _paths(rows: Rows, parents: Rows, logprobs: Logprobs, scores: Logprobs) -> Paths:
-    kept = scores >= _HOPELESS
-    # A parent is likelier than its children.
-    number = np.append(np.cumsum(kept) - 1, NO_PARENT)
-    return Paths(rows[kept], number[parents[kept]], logprobs[kept], scores[kept])
+    def paths(self) -> list[Paths]:
+        """Of each request."""
+        *parts, counts = self
+        return [
+            Paths(*(part[i, :count] for part in parts)) for i, count in enumerate(counts.tolist())
+        ]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_ext.block_drafter.block_paths import PathSearch
 from sglang_ext.block_drafter.block_predictor import (
     BlockPredictor,
     Written,
@@ -188,6 +189,44 @@ def test_int8_is_near_float():
         first.append(np.array(own))
     difference = np.abs(first[0] - first[1])
     assert 0 < difference.mean() < 0.1 * first[0].std()
+
+
+def test_the_compiled_search_finds_what_torchs_does():
+    """Both on one model's places, the compiled one with its head in 8 bits."""
+    model, kept = _sharp()
+    torch.manual_seed(1)
+    places = torch.randn(5, SHAPE.block, SHAPE.width)
+    earlier = np.random.default_rng(2).integers(3, 40, (5, EARLIER))
+    choices = [3, 1, 4, kept.num_classes, 2]
+    plain, compiled = (
+        PathSearch(model, int8, ends=[7]).search(places, earlier, choices, SHAPE.block)
+        for int8 in (False, True)
+    )
+    by_path = [
+        [{tuple(_path_of(p, n)): p.scores[n] for n in range(len(p))} for p in each]
+        for each in (plain, compiled)
+    ]
+    for sure, rounded in zip(*by_path, strict=True):
+        both = set(sure) & set(rounded)
+        assert len(both) > 0.8 * max(len(sure), len(rounded)) > 3
+        assert max(abs(sure[path] - rounded[path]) for path in both) < 0.2
+    chain = compiled[1]
+    assert chain.parents.tolist() == list(range(-1, len(chain) - 1))
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_search_without_hope_finds_nothing(int8):
+    model, _ = untrained()
+    with torch.no_grad():
+        model.embedding.weight.zero_()  # all are as likely, 1 in 49
+    large, _ = untrained(vocab=200)
+    with torch.no_grad():
+        large.embedding.weight.zero_()
+    places, earlier = torch.zeros(1, SHAPE.block, SHAPE.width), np.zeros((1, EARLIER), np.int64)
+    (paths,) = PathSearch(large, int8, ()).search(places, earlier, [3], SHAPE.block)
+    assert not len(paths) and not len(paths.likeliest())
+    (paths,) = PathSearch(model, int8, ()).search(places, earlier, [3], SHAPE.block)
+    assert len(paths) == 3 and (paths.parents == -1).all()
 
 
 def test_a_source_keeps_memory_by_its_length_alone():

@@ -1,0 +1,153 @@
+"""The search for paths as one compiled loop for CPUs, with the path head and its output in 8 bits.
+
+What a place takes is little: one call for all places instead of some twenty operators for each.
+One function calls the others, and it alone is kept in numba's cache (as in attention_kernel.py).
+"""
+
+import numba
+import numpy as np
+
+from sglang_ext.cpu.group_rows import row_functions
+from sglang_ext.cpu.vectors import exponentials, total
+
+_BITS = 8
+_empty_rows, _, _quantize_rows, _multiply = row_functions()
+
+
+@numba.njit(nogil=True)
+def go_on(rows, logprobs, beam, choices, hopeless, closed, found):
+    """The paths that are followed one place on: adds nodes, keeps each request's likeliest paths.
+
+    Args:
+        rows, logprobs: int64[p, m] and float32[p, m], what may stand behind each path.
+        beam: of each path, those of a request beside one another, the request, its last node,
+            int64[p], its log-probability, float32[p], and rows of its last tokens, int64[p, e].
+        choices: int64[n], how many tokens are tried behind each path, and paths followed.
+        hopeless: log-probability below which a node is none.
+        closed: bool[rows], behind which nothing stands.
+        found: nodes by request, int64[n, most] rows and parents, float32[n, most] log-probabilities
+            and sums of them; int64[n], how many there are.
+
+    Returns:
+        the next beam.
+    """
+    requests, nodes, scores, earlier = beam
+    found_rows, found_parents, found_logprobs, found_scores, counts = found
+    most = choices[requests].sum() if len(requests) else 0
+    to_requests, to_nodes = np.empty(most, np.int64), np.empty(most, np.int64)
+    to_scores = np.empty(most, np.float32)
+    to_earlier = np.empty((most, earlier.shape[1]), np.int64)
+    start, end = 0, 0  # of the present request's paths
+    for path in range(len(requests)):
+        request = requests[path]
+        if path and requests[path - 1] != request:
+            start = end
+        for choice in range(min(choices[request], rows.shape[1])):
+            row, score = rows[path, choice], scores[path] + logprobs[path, choice]
+            if not score >= hopeless:
+                break
+            node = counts[request]
+            counts[request] += 1
+            found_rows[request, node], found_parents[request, node] = row, nodes[path]
+            found_logprobs[request, node] = logprobs[path, choice]
+            found_scores[request, node] = score
+            at = end
+            while at > start and to_scores[at - 1] < score:
+                at -= 1
+            if closed[row] or at - start >= choices[request]:
+                continue
+            end = min(end + 1, start + choices[request])
+            for i in range(end - 1, at, -1):
+                to_requests[i], to_nodes[i] = to_requests[i - 1], to_nodes[i - 1]
+                to_scores[i], to_earlier[i] = to_scores[i - 1], to_earlier[i - 1]
+            to_requests[at], to_nodes[at], to_scores[at] = request, node, score
+            to_earlier[at, :-1], to_earlier[at, -1] = earlier[path, 1:], row
+    return to_requests[:end], to_nodes[:end], to_scores[:end], to_earlier[:end]
+
+
+@numba.njit(nogil=True)
+def _likeliest(logits, classes, rows, logprobs):
+    """The likeliest of logits float32[classes + 15 or more], which are overwritten.
+
+    Args:
+        rows, logprobs: int64[m], float32[m], written to: classes, and their log-probabilities.
+    """
+    most = min(len(rows), classes)
+    logprobs[:] = -np.inf
+    least = np.float32(-np.inf)
+    for i in range(classes):
+        value = logits[i]
+        if value > least:
+            at = most - 1
+            while at and logprobs[at - 1] < value:
+                logprobs[at], rows[at] = logprobs[at - 1], rows[at - 1]
+                at -= 1
+            logprobs[at], rows[at] = value, i
+            least = logprobs[most - 1]
+    top = logprobs[0]
+    exponentials(logits.ctypes.data, classes, top)
+    rest = top + np.log(total(logits.ctypes.data, classes))
+    for i in range(most):
+        logprobs[i] -= rest
+
+
+@numba.njit(nogil=True)
+def _inner(known, of_earlier, earlier, out):
+    """out = relu(known + what each of the earlier tokens contributes), float32[2 width]."""
+    first, second = of_earlier[0, earlier[0]], of_earlier[1, earlier[1]]
+    for i in range(len(out)):
+        out[i] = max(known[i] + first[i] + second[i], np.float32(0))
+
+
+@numba.njit(parallel=True, nogil=True, cache=True)
+def search(
+    places, known, of_earlier, out, output, offset, earlier, choices, depth, hopeless, closed,
+    found, threads,
+):  # fmt: skip
+    """All places, of all requests; adds to `found` (see `go_on`).
+
+    Args:
+        places, known: float32[n, block, width] of the decoder, and [n, block, 2 width], what the
+            path head makes of these.
+        of_earlier: float32[2, rows, 2 width], what each row contributes as each earlier token.
+        out, output: weights of the path head's last layer and of the output layer, each (levels,
+            scales, factor) as group_weights.py has them and a bias, float32[outputs].
+        offset: row of the output layer's first class.
+        earlier: int64[n, 2], rows of the last committed tokens.
+        depth: most places.
+        threads: how many share the output layer.
+    """
+    out_levels, out_scales, out_factor, out_bias = out
+    levels, scales, factor, bias = output
+    requests, width, classes = len(places), places.shape[2], len(bias)
+    beam = (
+        np.arange(requests), np.full(requests, -1), np.zeros(requests, np.float32), earlier,
+    )  # fmt: skip
+    most = choices.max()
+    blocks = levels.shape[0]
+    for place in range(depth):
+        count = len(beam[0])
+        if not count:
+            break
+        inner = np.empty((count, 2 * width), np.float32)
+        for path in range(count):
+            _inner(known[beam[0][path], place], of_earlier, beam[3][path], inner[path])
+        told = np.empty((count, 16 * out_levels.shape[0]), np.float32)
+        rows = _empty_rows(count, out_levels.shape[1])
+        _quantize_rows(inner, _BITS, out_factor, rows, 0, count)
+        _multiply(_BITS, rows, (out_levels, out_scales), told, 0, out_levels.shape[0])
+        chosen = np.empty((count, width), np.float32)
+        for path in range(count):
+            chosen[path] = places[beam[0][path], place] + told[path, :width] + out_bias
+        rows = _empty_rows(count, levels.shape[1])
+        _quantize_rows(chosen, _BITS, factor, rows, 0, count)
+        logits = np.empty((count, 16 * blocks), np.float32)
+        for thread in numba.prange(threads):
+            first, last = blocks * thread // threads, blocks * (thread + 1) // threads
+            _multiply(_BITS, rows, (levels, scales), logits, first, last)
+        likeliest = np.empty((count, most), np.int64)
+        logprobs = np.empty((count, most), np.float32)
+        for path in range(count):
+            logits[path, :classes] += bias
+            _likeliest(logits[path], classes, likeliest[path], logprobs[path])
+        beam = go_on(likeliest + offset, logprobs, beam, choices, hopeless, closed, found)
