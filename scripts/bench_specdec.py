@@ -274,8 +274,8 @@ def measured(
 ) -> Results:
     """What two servers answer, language by language."""
     drafters, absent = drafters_of(made.better)
-    grid, blocks = (PUBLISHED, QUICK_BLOCKS) if options.quick else (GRID, BLOCKS)
-    blocks, beyond = blocks_of(made.better, blocks)
+    grid, asked = (PUBLISHED, QUICK_BLOCKS) if options.quick else (GRID, BLOCKS)
+    blocks, beyond = blocks_of(made.better, asked)
     absent += beyond
     judged = "specdec" in drafters and _judged()
     methods = {

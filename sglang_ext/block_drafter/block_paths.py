@@ -140,7 +140,7 @@ class _Plain:
             logits = self._logits(places[which, place], known[which, place], beam[3])
             best = logits.log_softmax(-1).topk(most)
             rows, logprobs = best.indices.cpu().numpy() + UNKNOWN, best.values.cpu().numpy()
-            beam = _go_on(rows, logprobs, beam, choices, hopeless, closed, found)
+            beam = path_kernel.go_on(rows, logprobs, beam, choices, hopeless, closed, found)
             if not len(beam[0]):
                 break
 
@@ -199,12 +199,6 @@ def _by_row(embedding: nn.Embedding, norm: nn.LayerNorm, of_earlier: nn.Linear) 
     return torch.stack([rows @ part.T for part in parts]).detach().contiguous()
 
 
-@numba.njit(cache=True, nogil=True)
-def _go_on(rows, logprobs, beam, choices, hopeless, closed, found):
-    """`path_kernel.go_on`, kept in numba's cache."""
-    return path_kernel.go_on(rows, logprobs, beam, choices, hopeless, closed, found)
-
-
 class _Found(NamedTuple):
     """Nodes of n requests: arrays[n, most] as Paths', and int64[n] how many there are."""
 
@@ -217,13 +211,18 @@ class _Found(NamedTuple):
     @classmethod
     def of(cls, requests: int, most: int) -> "_Found":
         """None yet, and room for as many of each request."""
-        shape = (requests, most)
-        ids, numbers = (np.empty((2, *shape), kind) for kind in (np.int64, np.float32))
-        return cls(*ids, *numbers, np.zeros(requests, np.int64))
+        rows, parents = np.empty((2, requests, most), np.int64)
+        logprobs, scores = np.empty((2, requests, most), np.float32)
+        return cls(rows, parents, logprobs, scores, np.zeros(requests, np.int64))
 
     def paths(self) -> list[Paths]:
         """Of each request."""
-        *parts, counts = self
         return [
-            Paths(*(part[i, :count] for part in parts)) for i, count in enumerate(counts.tolist())
+            Paths(
+                self.rows[i, :count],
+                self.parents[i, :count],
+                self.logprobs[i, :count],
+                self.scores[i, :count],
+            )
+            for i, count in enumerate(self.counts.tolist())
         ]

@@ -15,7 +15,7 @@ _empty_rows, _, _quantize_rows, _multiply = row_functions()
 
 
 @numba.njit(nogil=True)
-def go_on(rows, logprobs, beam, choices, hopeless, closed, found):
+def _go_on(rows, logprobs, beam, choices, hopeless, closed, found):
     """The paths that are followed one place on: adds nodes, keeps each request's likeliest paths.
 
     Args:
@@ -104,7 +104,7 @@ def search(
     places, known, of_earlier, out, output, offset, earlier, choices, depth, hopeless, closed,
     found, threads,
 ):  # fmt: skip
-    """All places, of all requests; adds to `found` (see `go_on`).
+    """All places, of all requests; adds to `found` (see `_go_on`).
 
     Args:
         places, known: float32[n, block, width] of the decoder, and [n, block, 2 width], what the
@@ -150,4 +150,10 @@ def search(
         for path in range(count):
             logits[path, :classes] += bias
             _likeliest(logits[path], classes, likeliest[path], logprobs[path])
-        beam = go_on(likeliest + offset, logprobs, beam, choices, hopeless, closed, found)
+        beam = _go_on(likeliest + offset, logprobs, beam, choices, hopeless, closed, found)
+
+
+@numba.njit(nogil=True, cache=True)
+def go_on(rows, logprobs, beam, choices, hopeless, closed, found):
+    """`_go_on`, for a search by other means."""
+    return _go_on(rows, logprobs, beam, choices, hopeless, closed, found)
