@@ -111,7 +111,8 @@ def test_a_request_keeps_a_bounded_memory_until_it_ends(drafter):
     drafter.start(made)
     drafter.propose([made], 8)
     rule = SHAPE.source_tokens
-    assert made.state.memory.nbytes == rule * SHAPE.decoder_layers * 2 * SHAPE.width * 4
+    entries = rule * SHAPE.decoder_layers * 2
+    assert made.state.memory.nbytes == (entries + 1) * SHAPE.width * 4
     drafter.finish(made, completed=False)
     assert made.state is None
 
