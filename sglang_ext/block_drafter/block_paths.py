@@ -83,6 +83,9 @@ class PathSearch:
         self._run = compiled or _Plain(model, of_earlier)
         self._closed = np.zeros(len(model.embedding.weight), dtype=np.bool_)
         self._closed[[UNKNOWN, *ends]] = True
+        # A compiled loop is compiled, or read from numba's cache, before a request waits for it.
+        nowhere = torch.zeros((1, 1, model.shape.width), device=model.slots.device)
+        self.search(nowhere, np.zeros((1, EARLIER), np.int64), [1], 1)
 
     @torch.inference_mode()
     def search(
@@ -100,6 +103,7 @@ class PathSearch:
         tried, depth = np.array(choices), min(longest, places.shape[1])
         widest = int(tried.max())
         found = _Found.of(len(places), widest + (depth - 1) * widest**2)
+        places = places.contiguous()
         known = self._of_place(places)
         self._run(places, known, earlier, _Limits(tried, depth, _HOPELESS, self._closed), found)
         return found.paths()
@@ -158,7 +162,7 @@ class _Compiled:
     def __init__(
         self, model: BlockModel, of_earlier: torch.Tensor, out: GroupWeight, output: GroupWeight
     ) -> None:
-        """Args as `_weights` gives them."""
+        """of_earlier: of `_by_row`; out, output: the layers of these names, packed."""
         self._of_earlier = of_earlier.numpy()
         self._out = _packed(out, model.path.out.bias)
         self._output = _packed(output, model.output_bias)
