@@ -105,13 +105,17 @@ class PathSearch:
         found = _Found.of(len(places), widest + (depth - 1) * widest**2)
         places = places.contiguous()
         known = self._of_place(places)
-        self._run(places, known, earlier, _Limits(tried, depth, _HOPELESS, self._closed), found)
+        asked = _Asked(places, known, earlier, tried, depth, _HOPELESS, self._closed)
+        self._run(asked, found)
         return found.paths()
 
 
-class _Limits(NamedTuple):
-    """How far a search goes, as path_kernel.search takes it."""
+class _Asked(NamedTuple):
+    """What is searched, and how far: as path_kernel.search takes it."""
 
+    places: torch.Tensor
+    known: torch.Tensor
+    earlier: Rows
     choices: Rows
     depth: int
     hopeless: float
@@ -126,18 +130,11 @@ class _Plain:
         self._model, self._of_earlier = model, of_earlier.flatten(0, 1)
         self._each = of_earlier.shape[1] * np.arange(EARLIER)
 
-    def __call__(
-        self,
-        places: torch.Tensor,
-        known: torch.Tensor,
-        earlier: Rows,
-        limits: _Limits,
-        found: "_Found",
-    ) -> None:
+    def __call__(self, asked: _Asked, found: "_Found") -> None:
         """Add to `found` what may follow; as path_kernel.search."""
+        places, known, earlier, choices, depth, hopeless, closed = asked
         n = len(places)
         beam: _Beam = np.arange(n), np.full(n, NO_PARENT), np.zeros(n, np.float32), earlier
-        choices, depth, hopeless, closed = limits
         most = min(int(choices.max()), self._model.num_classes)
         for place in range(depth):
             which = torch.from_numpy(beam[0]).to(places.device)
@@ -175,18 +172,12 @@ class _Compiled:
         output = grouped(model.output_weight, _BITS)
         return None if out is None or output is None else cls(model, of_earlier, out, output)
 
-    def __call__(
-        self,
-        places: torch.Tensor,
-        known: torch.Tensor,
-        earlier: Rows,
-        limits: _Limits,
-        found: "_Found",
-    ) -> None:
+    def __call__(self, asked: _Asked, found: "_Found") -> None:
         """Add to `found` what may follow; as path_kernel.search."""
+        places, known, *others = asked
         path_kernel.search(
-            places.numpy(), known.numpy(), self._of_earlier, self._out, self._output, UNKNOWN,
-            earlier, *limits, found, self._threads,
+            places.numpy(), known.numpy(), *others, self._of_earlier, self._out, self._output,
+            UNKNOWN, found, self._threads,
         )  # fmt: skip
 
 

@@ -92,16 +92,29 @@ def _likeliest(logits, classes, rows, logprobs):
 
 
 @numba.njit(nogil=True)
-def _inner(known, of_earlier, earlier, out):
-    """out = relu(known + what each of the earlier tokens contributes), float32[2 width]."""
-    first, second = of_earlier[0, earlier[0]], of_earlier[1, earlier[1]]
-    for i in range(len(out)):
-        out[i] = max(known[i] + first[i] + second[i], np.float32(0))
+def _chosen(places, known, place, beam, of_earlier, out):
+    """float32[p, width], the path head's result for each path at one place; args as `search`'s."""
+    levels, scales, factor, bias = out
+    requests, _, _, earlier = beam
+    inner = np.empty((len(requests), known.shape[2]), np.float32)
+    for path in range(len(requests)):
+        own = known[requests[path], place]
+        first, second = of_earlier[0, earlier[path, 0]], of_earlier[1, earlier[path, 1]]
+        for i in range(len(own)):
+            inner[path, i] = max(own[i] + first[i] + second[i], np.float32(0))
+    found = np.empty((len(requests), 16 * len(levels)), np.float32)
+    rows = _empty_rows(len(requests), levels.shape[1])
+    _quantize_rows(inner, _BITS, factor, rows, 0, len(requests))
+    _multiply(_BITS, rows, (levels, scales), found, 0, len(levels))
+    chosen = np.empty((len(requests), places.shape[2]), np.float32)
+    for path in range(len(requests)):
+        chosen[path] = places[requests[path], place] + found[path, : places.shape[2]] + bias
+    return chosen
 
 
 @numba.njit(parallel=True, nogil=True, cache=True)
 def search(
-    places, known, of_earlier, out, output, offset, earlier, choices, depth, hopeless, closed,
+    places, known, earlier, choices, depth, hopeless, closed, of_earlier, out, output, offset,
     found, threads,
 ):  # fmt: skip
     """All places, of all requests; adds to `found` (see `_go_on`).
@@ -109,37 +122,23 @@ def search(
     Args:
         places, known: float32[n, block, width] of the decoder, and [n, block, 2 width], what the
             path head makes of these.
+        earlier: int64[n, 2], rows of the last committed tokens.
+        depth: most places.
         of_earlier: float32[2, rows, 2 width], what each row contributes as each earlier token.
         out, output: weights of the path head's last layer and of the output layer, each (levels,
             scales, factor) as group_weights.py has them and a bias, float32[outputs].
         offset: row of the output layer's first class.
-        earlier: int64[n, 2], rows of the last committed tokens.
-        depth: most places.
         threads: how many share the output layer.
     """
-    out_levels, out_scales, out_factor, out_bias = out
     levels, scales, factor, bias = output
-    requests, width, classes = len(places), places.shape[2], len(bias)
-    beam = (
-        np.arange(requests), np.full(requests, -1), np.zeros(requests, np.float32), earlier,
-    )  # fmt: skip
-    most = choices.max()
-    blocks = levels.shape[0]
+    n, blocks, classes, most = len(places), len(levels), len(bias), choices.max()
+    beam = np.arange(n), np.full(n, -1), np.zeros(n, np.float32), earlier
     for place in range(depth):
         count = len(beam[0])
         if not count:
             break
-        inner = np.empty((count, 2 * width), np.float32)
-        for path in range(count):
-            _inner(known[beam[0][path], place], of_earlier, beam[3][path], inner[path])
-        told = np.empty((count, 16 * out_levels.shape[0]), np.float32)
-        rows = _empty_rows(count, out_levels.shape[1])
-        _quantize_rows(inner, _BITS, out_factor, rows, 0, count)
-        _multiply(_BITS, rows, (out_levels, out_scales), told, 0, out_levels.shape[0])
-        chosen = np.empty((count, width), np.float32)
-        for path in range(count):
-            chosen[path] = places[beam[0][path], place] + told[path, :width] + out_bias
         rows = _empty_rows(count, levels.shape[1])
+        chosen = _chosen(places, known, place, beam, of_earlier, out)
         _quantize_rows(chosen, _BITS, factor, rows, 0, count)
         logits = np.empty((count, 16 * blocks), np.float32)
         for thread in numba.prange(threads):
