@@ -20,7 +20,7 @@ from sglang_ext.block_drafter import path_kernel
 from sglang_ext.block_drafter.kept_tokens import UNKNOWN
 from sglang_ext.block_drafter.nat_model import EARLIER, BlockModel
 from sglang_ext.block_drafter.served_layers import linear_of, normed
-from sglang_ext.cpu.group_weights import GroupWeight, grouped
+from sglang_ext.cpu.group_weights import GROUP, GroupWeight, grouped
 from sglang_ext.tree import NO_PARENT
 
 Rows = npt.NDArray[np.int64]
@@ -167,7 +167,9 @@ class _Compiled:
 
     @classmethod
     def of(cls, model: BlockModel, of_earlier: torch.Tensor) -> "_Compiled | None":
-        """None where 8 bits do not fit, as the log tells."""
+        """None where 8 bits do not fit: a width of no whole groups, or weights as the log tells."""
+        if model.shape.width % GROUP:
+            return None
         out = grouped(model.path.out.weight, _BITS)
         output = grouped(model.output_weight, _BITS)
         return None if out is None or output is None else cls(model, of_earlier, out, output)
