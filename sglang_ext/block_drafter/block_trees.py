@@ -25,7 +25,7 @@ def block_tree(paths: Paths, kept: KeptTokens, max_nodes: int, ends: Container[i
     for node in np.argsort(-paths.scores, kind="stable").tolist():
         parent = int(paths.parents[node])
         named = paths.rows[node] >= FIRST
-        if not named or parent not in number or (chosen and _ends(ids, parent, ends)):
+        if not named or parent not in number or _ends(ids, parent, ends):
             continue
         number[node] = len(chosen)
         chosen.append(node)

@@ -4,7 +4,6 @@ The target has learned which tokens are alike; what is left of that in the direc
 embedding varies most saves a drafter thousands of updates.
 """
 
-import json
 from pathlib import Path
 
 import torch
@@ -12,8 +11,6 @@ from safetensors import SafetensorError, safe_open
 
 from sglang_ext.block_drafter.kept_tokens import KeptTokens
 from sglang_ext.models import resolve
-
-_INDEX = "model.safetensors.index.json"
 
 
 def embedding_start(model: str, kept: KeptTokens, width: int) -> torch.Tensor | None:
@@ -55,17 +52,9 @@ def _input_embedding(model: str) -> torch.Tensor | None:
 
 
 def _tensor(folder: Path, name: str) -> torch.Tensor | None:
-    for file in _files(folder):
+    for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for stored in tensors.keys():  # noqa: SIM118 - it is no mapping
                 if stored == name or stored.endswith("." + name):
                     return tensors.get_tensor(stored).float()
     return None
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / _INDEX
-    if index.is_file():
-        parts = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [folder / part for part in sorted(set(parts))]
-    return sorted(folder.glob("*.safetensors"))

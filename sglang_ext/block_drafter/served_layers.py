@@ -101,10 +101,10 @@ def _feedforward(layer: nn.Module, int8: bool) -> Apply:
     return lambda hidden: second(first(hidden).relu_())
 
 
-def linear_of(weight: torch.Tensor, bias: torch.Tensor | None, int8: bool) -> Apply:
+def linear_of(weight: torch.Tensor, bias: torch.Tensor, int8: bool) -> Apply:
     """x -> x W^T + b; in int8 weights have a scale a row, inputs one a call (torch's dynamic)."""
     if not int8:
-        kept, added = weight.detach(), None if bias is None else bias.detach()
+        kept, added = weight.detach(), bias.detach()
         return lambda x: linear(x, kept, added)
     weight = weight.detach().float()
     scales = weight.abs().amax(1).clamp(min=1e-8) / 127
@@ -113,8 +113,6 @@ def linear_of(weight: torch.Tensor, bias: torch.Tensor | None, int8: bool) -> Ap
         quantized = torch.quantize_per_channel(
             weight, scales.double(), torch.zeros(len(weight), dtype=torch.long), 0, torch.qint8
         )
-        packed = torch.ops.quantized.linear_prepack(
-            quantized, None if bias is None else bias.detach().float()
-        )
+        packed = torch.ops.quantized.linear_prepack(quantized, bias.detach().float())
     run = torch.ops.quantized.linear_dynamic
     return lambda x: run(x, packed, True)

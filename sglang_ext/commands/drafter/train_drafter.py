@@ -107,6 +107,8 @@ def _train(
             show(progress.step, f"{learned}, {left}")
 
         start = embedding_start(args.model, made.kept, shape.width)
+        if start is None:
+            print(f"{args.model}: no embedding to begin at; it begins at random", file=sys.stderr)
         return Trainer(args.out, made, manifest, _recipe(args), args.device, tell, start).run()
 
 
