@@ -17,7 +17,7 @@ from sglang_ext.cpu.attention_kernel import _attend
 from sglang_ext.cpu.group_dots import GROUP
 from sglang_ext.cpu.group_rows import row_functions
 from sglang_ext.cpu.lane_vectors import LANES
-from sglang_ext.cpu.vectors import dot, exponentials, store_row
+from sglang_ext.cpu.vectors import dot, gated, store_row
 
 # Rows from which waking threads pays for what is done row by row.
 _MANY_ROWS = 32
@@ -44,24 +44,15 @@ def _norm_rows(x, weight, epsilon, bits, factor, made, first, last):
         _quantize_row(normed, row, 0, groups, bits, factor, made)
 
 
-@numba.njit(fastmath={"contract", "nsz"}, nogil=True)
-def _gated(gate, up, out):
-    """out = silu(gate) * up, of one row, whose size 16 divides."""
-    for i in range(gate.size):
-        out[i] = -abs(gate[i])
-    exponentials(out.ctypes.data, out.size, np.float32(0))
-    for i in range(gate.size):
-        share = np.float32(1) if gate[i] >= 0 else out[i]
-        out[i] = gate[i] * up[i] * (share / (np.float32(1) + out[i]))
-
-
 @numba.njit(nogil=True)
 def _gate_groups(both, size, bits, factor, made, first, last):
     """silu(gate) * up of rows both [T, gate and up], as the groups first:last of made."""
     start, end = first * GROUP, last * GROUP
     own = np.empty(end - start, np.float32)
     for row in range(both.shape[0]):
-        _gated(both[row, start:end], both[row, size + start : size + end], own)
+        here = both[row].ctypes.data
+        up = np.uintp(here + 4 * (size + start))
+        gated(np.uintp(here + 4 * start), up, own.ctypes.data, end - start)
         _quantize_row(own, row, first, last, bits, factor, made)
 
 
@@ -85,6 +76,9 @@ def _place_rows(made, bias, positions, cos_sin, halves, queries, keys, values, s
     """Rows of made [T, q, k and v] to queries, rotated, and to their slots of the KV pool."""
     heads, size = queries.shape[1], queries.shape[2]
     kv_heads = keys.shape[1]
+    # Without owners: each of a row's heads would be counted, which takes longer than turning it.
+    made = numba.carray(pointer_to(np.uintp(made.ctypes.data)), made.shape, np.float32)
+    queries = numba.carray(pointer_to(np.uintp(queries.ctypes.data)), queries.shape, np.float32)
     turned = np.empty(size, np.float32)
     for row in range(first, last):
         here, slot, position = made[row], slots[row], positions[row]

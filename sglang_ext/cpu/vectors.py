@@ -189,22 +189,31 @@ def exponentials(typing_context, address, length, top):
 
         with _loop(builder, _INDEX(0), length, LANES) as d:
             x = builder.fsub(_load(builder, _VECTOR, address, d), top)
-            y = builder.fmul(x, _all_floats(_LOG2E))
-            y = builder.select(
-                builder.fcmp_ordered(">", y, _all_floats(_LOWEST)), y, _all_floats(_LOWEST)
-            )
-            whole = builder.fsub(builder.fadd(y, _all_floats(_ROUND)), _all_floats(_ROUND))
-            rest = builder.fsub(y, whole)
-            power = _all_floats(_EXP2[0])
-            for coefficient in _EXP2[1:]:
-                power = _multiply_add(builder, power, rest, _all_floats(coefficient))
-            exponent = builder.add(builder.fptosi(whole, _as(_INT, _VECTOR)), _all(_VECTOR, 127))
-            scale = builder.bitcast(builder.shl(exponent, _all(_VECTOR, 23)), _VECTOR)
             place = _at(builder, _VECTOR, address, d)
-            builder.store(builder.fmul(power, scale), place, align=4)
+            builder.store(_exponential(builder, x), place, align=4)
         return context.get_dummy_value()
 
     return types.void(types.uintp, types.intp, types.float32), generate
+
+
+@intrinsic
+def gated(typing_context, gate, up, to, length):
+    """silu(gate) * up of floats at these addresses, to another; LANES divides the length."""
+
+    def generate(context, builder, signature, args):
+        gate, up, to, length = args
+        none, one = _all_floats(0.0), _all_floats(1.0)
+        with _loop(builder, _INDEX(0), length, LANES) as d:
+            x = _load(builder, _VECTOR, gate, d)
+            is_negative = builder.fcmp_ordered("<", x, none)
+            # Of -|x|: that of x could be too large.
+            power = _exponential(builder, builder.select(is_negative, x, builder.fneg(x)))
+            share = builder.fdiv(builder.select(is_negative, power, one), builder.fadd(one, power))
+            value = builder.fmul(builder.fmul(x, _load(builder, _VECTOR, up, d)), share)
+            builder.store(value, _at(builder, _VECTOR, to, d), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.uintp, types.uintp, types.uintp, types.intp), generate
 
 
 @intrinsic
@@ -348,6 +357,20 @@ def _all(kind, number):
     if kind == _FLOAT:
         return _INT(number)
     return ir.Constant(ir.VectorType(_INT, LANES), [number] * LANES)
+
+
+def _exponential(builder, x):
+    """exp(x) of a vector of numbers that are 0 at most."""
+    y = builder.fmul(x, _all_floats(_LOG2E))
+    y = builder.select(builder.fcmp_ordered(">", y, _all_floats(_LOWEST)), y, _all_floats(_LOWEST))
+    whole = builder.fsub(builder.fadd(y, _all_floats(_ROUND)), _all_floats(_ROUND))
+    rest = builder.fsub(y, whole)
+    power = _all_floats(_EXP2[0])
+    for coefficient in _EXP2[1:]:
+        power = _multiply_add(builder, power, rest, _all_floats(coefficient))
+    exponent = builder.add(builder.fptosi(whole, _as(_INT, _VECTOR)), _all(_VECTOR, 127))
+    scale = builder.bitcast(builder.shl(exponent, _all(_VECTOR, 23)), _VECTOR)
+    return builder.fmul(power, scale)
 
 
 def _splat(builder, value):

@@ -10,6 +10,7 @@ from sglang_ext.cpu.vectors import (
     dot,
     dots,
     exponentials,
+    gated,
     largest,
     prefetch,
     store_row,
@@ -57,6 +58,11 @@ def add_two(to, weights, rows):
 @numba.njit
 def raise_e(x, count):
     exponentials(x.ctypes.data, count, largest(x.ctypes.data, count))
+
+
+@numba.njit
+def gate(gates, ups, to):
+    gated(gates.ctypes.data, ups.ctypes.data, to.ctypes.data, gates.size)
 
 
 @numba.njit
@@ -117,6 +123,24 @@ def test_a_number_s_exponential_depends_on_no_other(random, length):
         alone[:2] = top, x[i]
         raise_e(alone, 2)
         assert alone[1] == together[i]
+
+
+def test_gates_are_silu_times_up(random):
+    gates, ups = 20 * random.standard_normal((2, 96), np.float32)
+    gates[:4] = 0.0, -0.0, 200.0, -200.0  # whose exponentials are 1, and none of float32
+    made = np.empty(96, np.float32)
+    gate(gates, ups, made)
+    exact = gates.astype(np.float64)
+    expected = exact * ups / (1 + np.exp(-exact))
+    assert np.allclose(made, expected, rtol=1e-5, atol=1e-30)
+
+
+def test_a_gate_that_is_no_number_stays_none(random):
+    gates, ups = random.standard_normal((2, 32), np.float32)
+    gates[5] = np.nan
+    made = np.empty(32, np.float32)
+    gate(gates, ups, made)
+    assert np.flatnonzero(np.isnan(made)).tolist() == [5]
 
 
 def test_products_are_added_lane_by_lane_then_in_halves(random):
