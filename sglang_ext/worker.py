@@ -326,12 +326,10 @@ class SpeculativeWorker(CorpusEndpoints, BaseSpecWorker):
                 compute_spec_logprobs(
                     batch, output, accepted.predict, accept_index=accepted.accept_index
                 )
-            new_seq_lens = batch.seq_lens + accepted.accept_lens
-            step.publish(new_seq_lens)
+            committed = Committed.of_verified(accepted, batch.seq_lens)
+            step.publish(committed.new_seq_lens)
             self._runtime.note_accepted(step, accepted)
         stride = self.speculative_num_draft_tokens
-        tokens = accepted.predict[accepted.accept_index.long()]
-        committed = Committed(tokens, accepted.accept_lens, new_seq_lens, accepted.relaxed)
         result = StepResult.of(passed, committed.behind(step.head, stride), stride)
         if self._plans:
             self._runtime.launched(step, accepted, result)

@@ -39,6 +39,12 @@ class Completion:
     relaxed: int = 0
 
 
+def flush_cache(base_url: str) -> None:
+    """Empty the server's radix cache, once what runs has ended."""
+    response = HTTP.post(base_url + "/flush_cache", params={"timeout": 60}, timeout=TIMEOUT_S)
+    response.raise_for_status()
+
+
 def generate(
     base_url: str,
     input_ids: Sequence[int],

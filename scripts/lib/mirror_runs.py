@@ -10,8 +10,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from scripts.lib.client import Completion, generate, stream
-from scripts.lib.http_client import HTTP
+from scripts.lib.client import Completion, flush_cache, generate, stream
 from scripts.lib.mirror_rows import Row, Split
 from scripts.lib.served_metrics import read_metrics
 from scripts.lib.server import Server
@@ -192,7 +191,7 @@ class Client:
         self, row: Row, task: str, number: int, prompt: Prompt, temperature: float
     ) -> Answer:
         """One request by itself: its prompt is read anew by target and draft model."""
-        self._forget()
+        flush_cache(self.url)
         before = self.counts()
         made = self._stream(row, prompt, temperature)
         after = self.counts()
@@ -203,7 +202,7 @@ class Client:
         self, row: Row, task: str, first: int, prompts: Sequence[Prompt], temperature: float
     ) -> list[Answer]:
         """Requests that are under way together, the prompts of a task from its `first` on."""
-        self._forget()
+        flush_cache(self.url)
         with ThreadPoolExecutor(len(prompts)) as pool:
             made = list(pool.map(lambda prompt: self._stream(row, prompt, temperature), prompts))
         return [
@@ -215,10 +214,6 @@ class Client:
         """COUNTED, so far."""
         found = read_metrics(self.url)
         return {name: found.get(name, 0.0) for name in COUNTED}
-
-    def _forget(self) -> None:
-        response = HTTP.post(self.url + "/flush_cache", params={"timeout": 60}, timeout=600)
-        response.raise_for_status()
 
     def _stream(self, row: Row, prompt: Prompt, temperature: float) -> Completion:
         return stream(

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from scripts.lib.client import TIMEOUT_S, generate
+from scripts.lib.client import TIMEOUT_S, flush_cache, generate
 from scripts.lib.http_client import HTTP
 from scripts.lib.spec_bench import tokenizer
 from scripts.lib.ssbd_metrics import common_prefix
@@ -76,8 +76,7 @@ class Prompts:
 
 def fresh_cache(url: str, prompts: Prompts) -> None:
     """Have a server's radix cache hold the instruction, and nothing else."""
-    response = HTTP.post(url + "/flush_cache", params={"timeout": 60}, timeout=TIMEOUT_S)
-    response.raise_for_status()
+    flush_cache(url)
     params = {"drafter": "none", "ingest": False}
     generate(url, prompts.before_source, params=params, max_new_tokens=1)
 

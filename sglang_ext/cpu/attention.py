@@ -16,7 +16,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sglang_ext.cpu.attention_kernel import attend
+from sglang_ext.cpu.attention_kernel import attend, seen_of_trees
 from sglang_ext.cpu.fused_layers import fuse_layers
 from sglang_ext.cpu.heap_trim import give_back
 from sglang_ext.cpu.shared_cores import is_crowded, watch_cores
@@ -120,17 +120,11 @@ def verify_slots(batch: "ForwardBatch") -> VisibleSlots:
     if nodes is None:
         nodes = np.arange(bs * n)
     request = nodes // n
-    slots = np.zeros(bs * n, np.int64)
-    slots[nodes] = _int64(batch.out_cache_loc)
-    node, seen = np.nonzero(tree[nodes])
-    extra_count = tree[nodes].sum(1)
     return VisibleSlots(
         _int64(batch.req_pool_indices)[request],
         _encoder_lens(batch)[request],
         _int64(batch.seq_lens)[request],
-        slots[request[node] * n + seen],
-        np.cumsum(extra_count) - extra_count,
-        extra_count,
+        *seen_of_trees(tree, nodes, _int64(batch.out_cache_loc)),
     )
 
 

@@ -309,6 +309,36 @@ def _attend(
         )  # fmt: skip
 
 
+@numba.njit(nogil=True, cache=True)
+def seen_of_trees(tree, nodes, slots):
+    """What nodes of draft trees see of their trees, as `attend` takes extra slots.
+
+    Args:
+        tree: bool[trees * n, n], row = node, column = node of its tree that it sees.
+        nodes: int64[T], rows of `tree` that are there; they see no others.
+        slots: int64[T], where each lies.
+
+    Returns:
+        extra, extra_starts and extra_counts.
+    """
+    n = tree.shape[1]
+    places = np.zeros(len(tree), np.int64)
+    for i in range(len(nodes)):
+        places[nodes[i]] = slots[i]
+    extra = np.empty(len(nodes) * n, np.int64)
+    starts, counts = np.empty(len(nodes), np.int64), np.empty(len(nodes), np.int64)
+    end = 0
+    for i in range(len(nodes)):
+        first = nodes[i] // n * n
+        starts[i] = end
+        for other in range(n):
+            if tree[nodes[i], other]:
+                extra[end] = places[first + other]
+                end += 1
+        counts[i] = end - starts[i]
+    return extra[:end], starts, counts
+
+
 def attend(
     q: np.ndarray,
     k: np.ndarray,

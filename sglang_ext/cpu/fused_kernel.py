@@ -23,7 +23,7 @@ from sglang_ext.cpu.vectors import dot, gated, store_row
 _MANY_ROWS = 32
 
 
-_empty_rows, _quantize_row, _quantize_rows, _multiply = row_functions()
+_, _quantize_row, _quantize_rows, _multiply = row_functions()
 
 
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True)
@@ -234,12 +234,6 @@ def _weights(bits, own):
     return levels, numba.carray(pointer_to(own[1]), (blocks, groups, scale_width), np.uint16)
 
 
-@numba.njit(nogil=True)
-def _room_for(count, own):
-    """Rows of a product in 8 bits, and its outputs: of the weight in these columns."""
-    return _empty_rows(count, own[3]), np.empty((count, own[2] * LANES), np.float32)
-
-
 # Columns of `addresses` in `run_layers`: of a weight, four each; of a bias, two.
 FIRST_NORM, SECOND_NORM, QKV, QKV_BIAS, OUT, OUT_BIAS, UP, DOWN = 0, 1, 2, 6, 8, 12, 14, 18
 ADDRESSES = 22
@@ -249,7 +243,7 @@ FIRST_EPSILON, QKV_FACTOR, OUT_FACTOR, SECOND_EPSILON, UP_FACTOR, DOWN_FACTOR = 
 
 @numba.njit(nogil=True, cache=True)
 def run_layers(
-    x, out, layers, numbers, bits, heads, kv_heads, size, pools, pool_slots, like,
+    x, out, room, layers, numbers, bits, heads, kv_heads, size, pools, pool_slots, like,
     positions, cos_sin, halves, slots, norm, epsilon, normed,
     table, rows, starts, counts, extra, extra_starts, extra_counts, scale, soft_cap,
     attention_threads, threads, small_threads,
@@ -258,6 +252,7 @@ def run_layers(
 
     Args:
         x: [T, K] float32, the residual stream; out: [T, K], written: what it is behind the layers.
+        room: what is in between (layer_room.py), written.
         layers: [L, ADDRESSES] int64: addresses of float32 norms; of a weight the addresses of its
             levels and scales, its blocks of 16 outputs and groups of 32 inputs (group_weights.py);
             of a bias its address and size, 0 for none.
@@ -274,13 +269,8 @@ def run_layers(
             wake others.
     """
     count, columns = x.shape
-    queries = np.empty((count, heads, size), np.float32)
-    attended = np.empty((count, heads, size), np.float32)
-    # Made once for all layers: large arrays come from the system, and go back to it.
-    rows_qkv, made_qkv = _room_for(count, layers[0, QKV:])
-    rows_o, added = _room_for(count, layers[0, OUT:])
-    rows_up, both = _room_for(count, layers[0, UP:])
-    room = rows_o, rows_up, _empty_rows(count, layers[0, DOWN + 3]), both, added
+    queries, attended, rows_qkv, made_qkv, rows_o, rows_up, rows_down, both, added = room
+    room_behind = rows_o, rows_up, rows_down, both, added
     here = x
     for layer in range(layers.shape[0]):
         own, number = layers[layer], numbers[layer]
@@ -303,7 +293,8 @@ def run_layers(
             _floats(own[OUT_BIAS], own[OUT_BIAS + 1]),
             _floats(own[SECOND_NORM], columns), number[SECOND_EPSILON],
             _weights(bits, own[UP:]), number[UP_FACTOR],
-            _weights(bits, own[DOWN:]), number[DOWN_FACTOR], out, room, threads, small_threads,
+            _weights(bits, own[DOWN:]), number[DOWN_FACTOR], out, room_behind, threads,
+            small_threads,
         )  # fmt: skip
         here = out
     if norm.size:

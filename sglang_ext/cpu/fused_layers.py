@@ -23,6 +23,7 @@ from sglang_ext.cpu import fused_kernel as kernel
 from sglang_ext.cpu.group_dots import GROUP
 from sglang_ext.cpu.group_weights import GroupWeight
 from sglang_ext.cpu.lane_vectors import LANES
+from sglang_ext.cpu.layer_room import LayerRoom
 from sglang_ext.cpu.linear import PackedLinearMethod, weights_version
 from sglang_ext.cpu.rotary import covers
 from sglang_ext.cpu.shared_cores import is_crowded
@@ -100,6 +101,7 @@ class FusedDecoder:
         self._addresses = np.array([row[0] for row in rows], np.int64)
         self._numbers = np.array([row[1] for row in rows], np.float32)
         self._bits = products[0][0].bits
+        self._room = LayerRoom(own.num_heads, own.head_dim, products[0])
         self._heads, self._kv_heads = own.num_heads, own.num_kv_heads
         self._size = own.head_dim
         self._has_small_projections = all(
@@ -232,18 +234,21 @@ class FusedDecoder:
         backend = self._backend
         attention = self._layers[start].self_attn.attn
         self._find_pools()
-        out = torch.empty_like(hidden)
-        behind = torch.empty_like(hidden) if normed else out
+        x = hidden.contiguous().numpy()
+        # Torch's arrays begin with a cache line.
+        out, behind = torch.empty(2, *x.shape).numpy()
+        if not normed:
+            behind = out
         kernel.run_layers(
-            hidden.contiguous().numpy(), out.numpy(), self._addresses[start:end],
+            x, out, self._room.of(len(x)), self._addresses[start:end],
             self._numbers[start:end], self._bits, self._heads, self._kv_heads, self._size,
             self._pools[start:end], self._pool_slots, backend.kv_like, positions.numpy(),
             self._cos_sin, self._halves, batch.out_cache_loc.numpy(),
-            self._norm if normed else _NO_FLOATS, self._epsilon, behind.numpy(),
+            self._norm if normed else _NO_FLOATS, self._epsilon, behind,
             *backend.attention_arguments(attention, batch), self._threads,
             self._small_threads(len(out)),
         )  # fmt: skip
-        return behind
+        return torch.from_numpy(behind)
 
     def _small_threads(self, rows: int) -> int:
         """How many share the projections around the attention."""

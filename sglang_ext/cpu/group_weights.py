@@ -69,11 +69,11 @@ class GroupWeight:
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] -> [..., N], of x's dtype."""
-        rows = x.reshape(-1, self._columns).to(torch.float32).contiguous()
+        rows = x.reshape(-1, self._columns).to(torch.float32).contiguous().numpy()
         padded = self.levels.shape[0] * LANES
         out = torch.empty(len(rows), padded)
         product(
-            self.bits, rows.numpy(), self.levels, self.scales, out.numpy(), np.float32(self.factor),
+            self.bits, rows, self.levels, self.scales, out.numpy(), np.float32(self.factor),
             self._threads,
         )  # fmt: skip
         if padded != self._rows:

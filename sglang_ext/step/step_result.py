@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -11,6 +12,7 @@ from sglang.srt.utils.common import async_d2h
 
 if TYPE_CHECKING:
     from sglang_ext.step.known_tokens import KnownHead
+    from sglang_ext.step.verify import Accepted
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,18 @@ class Committed:
         """One token (int[bs]) for each request."""
         lens = torch.ones(len(tokens), dtype=torch.int32, device=tokens.device)
         return cls(tokens.view(-1, 1), lens, new_seq_lens)
+
+    @classmethod
+    def of_verified(cls, accepted: "Accepted", seq_lens: torch.Tensor) -> "Committed":
+        """What a verify step accepted, for requests of these lengths, int64[bs]."""
+        index, predict, lens = accepted.accept_index, accepted.predict, accepted.accept_lens
+        if seq_lens.is_cpu:
+            # Behind a pass, whose weights have filled the caches, an operator of torch takes 50 us.
+            tokens = torch.from_numpy(predict.numpy()[index.numpy()])
+            new_seq_lens = torch.from_numpy(seq_lens.numpy() + lens.numpy())
+        else:
+            tokens, new_seq_lens = predict[index.long()], seq_lens + lens
+        return cls(tokens, lens, new_seq_lens, accepted.relaxed)
 
     def behind(self, head: "KnownHead | None", most: int) -> "Committed":
         """The same with what the requests got before the step in front, `most` tokens at most."""
@@ -74,8 +88,6 @@ class StepResult(GenerationBatchResult):
             stride: --speculative-num-draft-tokens, the relay's fixed width.
         """
         tokens, lens = committed.tokens, committed.lens
-        relay = torch.zeros(len(lens), stride, dtype=torch.int32, device=tokens.device)
-        relay[:, : tokens.shape[1]] = tokens
         return cls(
             logits_output=passed.logits_output,
             next_token_ids=tokens.flatten(),
@@ -85,7 +97,7 @@ class StepResult(GenerationBatchResult):
             next_draft_input=NgramVerifyInput(
                 draft_token_num=stride,
                 new_seq_lens=committed.new_seq_lens,
-                accept_tokens=relay.flatten(),
+                accept_tokens=_relayed(tokens, stride),
                 accept_lens=lens,
             ),
             speculative_num_draft_tokens=stride,
@@ -128,6 +140,18 @@ class StepResult(GenerationBatchResult):
         tokens = self.next_token_ids.view(-1, width).tolist()
         lens = self.accept_lens.tolist()
         return [row[:n] for row, n in zip(tokens, lens, strict=True)]
+
+
+def _relayed(tokens: torch.Tensor, stride: int) -> torch.Tensor:
+    """int32[bs * stride]: tokens int[bs, n], zeros behind each request's."""
+    count, most = tokens.shape
+    if tokens.is_cpu:  # see Committed.of_verified
+        room = np.zeros((count, stride), np.int32)
+        room[:, :most] = tokens.numpy()
+        return torch.from_numpy(room.reshape(-1))
+    relay = torch.zeros(count, stride, dtype=torch.int32, device=tokens.device)
+    relay[:, :most] = tokens
+    return relay.flatten()
 
 
 def _marks(relaxed: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:

@@ -88,7 +88,7 @@ def accept_on_host(
         torch.from_numpy(walked.predicted.reshape(-1).astype(np.int32)),
         index,
         torch.from_numpy(walked.lens),
-        relaxed=None if relaxed is None else marks_of(walked.taken, index),
+        relaxed=None if walked.taken is None else marks_of(walked.taken, index),
     )
 
 
@@ -214,13 +214,13 @@ class _Walked:
     Attributes:
         predicted: int64[bs, width], the token that each node goes on with (0 where not asked).
         index, lens: `accept_index` and `accept_lens` of Accepted.
-        taken: bool[bs * width], the nodes that go on by relaxation.
+        taken: bool[bs * width], the nodes that go on by relaxation; None: none may.
     """
 
     predicted: npt.NDArray[np.int64]
     index: npt.NDArray[np.int32]
     lens: npt.NDArray[np.int32]
-    taken: torch.Tensor
+    taken: torch.Tensor | None
 
 
 def _greedy_walk(
@@ -232,11 +232,11 @@ def _greedy_walk(
 ) -> _Walked:
     """Follow the trees along `chosen`, int64[T]; where a walk ends, relaxation is asked."""
     bs, width = trees.tokens.shape
-    taken = torch.zeros(bs * width, dtype=torch.bool)
     if relaxed is None and nodes is None:
         said = chosen.numpy().reshape(bs, width)
         index, lens = walk(trees.tokens, trees.next_token, trees.next_sibling, said)
-        return _Walked(said, index, lens, taken)
+        return _Walked(said, index, lens, None)
+    taken = None if relaxed is None else torch.zeros(bs * width, dtype=torch.bool)
     places = np.arange(bs * width) if nodes is None else nodes
     left = relaxed if relaxed is None or nodes is None else relaxed.with_rows(nodes)
     predicted = np.zeros(bs * width, dtype=np.int64)
@@ -246,7 +246,7 @@ def _greedy_walk(
         index, lens = walk(
             trees.tokens, trees.next_token, trees.next_sibling, predicted.reshape(bs, width)
         )
-        if left is None or (new is not None and not new.any()):
+        if left is None or taken is None or (new is not None and not new.any()):
             return _Walked(predicted.reshape(bs, width), index, lens, taken)
         ends = torch.from_numpy(np.searchsorted(places, index[np.arange(bs), lens - 1]))
         new = relax(chosen, logits, left.behind(ends))
@@ -258,7 +258,7 @@ def _sample_walk(logits, trees, sampling_info, positions, sampler, biased, relax
     predicted = np.zeros((bs, width), dtype=np.int64)
     index = np.full((bs, width), -1, dtype=np.int32)
     lens = np.zeros(bs, dtype=np.int32)
-    taken = torch.zeros(bs * width, dtype=torch.bool)
+    taken = None if relaxed is None else torch.zeros(bs * width, dtype=torch.bool)
     rows = np.arange(bs)
     nodes = np.zeros(bs, dtype=np.int64)
     # Which of the biased rows each place is.
@@ -281,7 +281,7 @@ def _sample_walk(logits, trees, sampling_info, positions, sampler, biased, relax
                 positions[at][here],
             )
         predicted[rows, nodes] = sampled.numpy()
-        if relaxed is not None:
+        if relaxed is not None and taken is not None:
             taken |= relax(torch.from_numpy(predicted.reshape(-1)), logits, relaxed.behind(at))
         tokens = predicted[rows, nodes]
         index[rows, lens[rows]] = flat

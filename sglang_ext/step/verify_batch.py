@@ -86,8 +86,9 @@ class VerifyBatches:
         bias = step.expected.arrays() if step.expected is not None else []
         relaxation = Relaxation.of(step.running, packed)
         relaxed = relaxation.arrays() if relaxation is not None else []
-        tokens, positions, first, next_one, mask, *rules = self.to_device(
+        numbers, tokens, positions, first, next_one, mask, *rules = self.to_device(
             [
+                np.arange(bs * width),
                 packed.tokens.reshape(-1),
                 (lens[:, None] + packed.depths).reshape(-1),
                 packed.next_token,
@@ -107,7 +108,7 @@ class VerifyBatches:
             draft_token=tokens,
             custom_mask=mask,
             positions=positions,
-            retrieve_index=torch.arange(bs * width, device=self.device).view(bs, width),
+            retrieve_index=numbers.view(bs, width),
             retrieve_next_token=first,
             retrieve_next_sibling=next_one,
             draft_token_num=width,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from sglang_ext.cpu.attention_kernel import attend
 from sglang_ext.cpu.fused_kernel import ADDRESSES, run_layers
 from sglang_ext.cpu.group_weights import GroupWeight
+from sglang_ext.cpu.layer_room import LayerRoom
 from sglang_ext.cpu.rotary import rotate
 
 HEADS, KV_HEADS, SIZE, COLUMNS, GATE, LAYERS = 6, 2, 32, 96, 160, 2
@@ -89,9 +90,15 @@ class Pass:
 
 
 def run(
-    made: list[Layer], tokens: Pass, norm: np.ndarray, threads: int = 2, small_threads: int = 2
+    made: list[Layer],
+    tokens: Pass,
+    norm: np.ndarray,
+    threads: int = 2,
+    small_threads: int = 2,
+    room: LayerRoom | None = None,
 ) -> tuple:
     """The residual stream behind the layers, and what the final norm makes of it."""
+    room = room or LayerRoom(HEADS, SIZE, made[0].weights)
     count = len(made)
     addresses, numbers = np.empty((count, ADDRESSES), np.int64), np.empty((count, 6), np.float32)
     for i, layer in enumerate(made):
@@ -108,9 +115,10 @@ def run(
     pools = np.array([[each.keys.ctypes.data, each.values.ctypes.data] for each in made])
     out, normed = np.empty_like(tokens.x), np.empty_like(tokens.x)
     run_layers(
-        tokens.x, out, addresses, numbers, made[0].weights[0].bits, HEADS, KV_HEADS, SIZE, pools,
-        SLOTS, made[0].keys[:0], tokens.positions, tokens.cos_sin, True, tokens.slots, norm,
-        np.float32(EPSILON), normed, *tokens.seen(), threads, threads, small_threads,
+        tokens.x, out, room.of(len(tokens.x)), addresses, numbers, made[0].weights[0].bits, HEADS,
+        KV_HEADS, SIZE, pools, SLOTS, made[0].keys[:0], tokens.positions, tokens.cos_sin, True,
+        tokens.slots, norm, np.float32(EPSILON), normed, *tokens.seen(), threads, threads,
+        small_threads,
     )  # fmt: skip
     return out, normed
 
@@ -163,6 +171,16 @@ def test_layers_are_what_their_parts_are(bits, count, with_biases, kept):
     torch.testing.assert_close(torch.from_numpy(normed), expected_norm)
     for layer, before in zip(made, keys, strict=True):
         np.testing.assert_allclose(from_pool(layer.keys), before, atol=0.1)
+
+
+def test_a_room_is_kept_from_pass_to_pass_and_changes_nothing():
+    made = layers(8, with_biases=True)
+    room = LayerRoom(HEADS, SIZE, made[0].weights)
+    for count in (1, 12, 5, 13, 200, 2):
+        expected, kept = run(made, inputs(count), NORM), run(made, inputs(count), NORM, room=room)
+        np.testing.assert_array_equal(kept, expected)
+    assert np.shares_memory(room.of(2)[0], room.of(13)[0])
+    assert not np.shares_memory(room.of(200)[0], room.of(13)[0])
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
