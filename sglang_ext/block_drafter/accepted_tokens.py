@@ -6,13 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.block_drafter.block_predictor import (
-    BlockPredictor,
-    SourceMemory,
-    Written,
-    last_rows,
-)
+from sglang_ext.block_drafter.block_predictor import BlockPredictor, Read, Written
 from sglang_ext.block_drafter.kept_tokens import UNKNOWN
+from sglang_ext.block_drafter.request_memory import RequestMemory
 from sglang_ext.block_drafter.training_set import Pairs, ReadPairs
 
 Rows = npt.NDArray[np.int64]
@@ -57,18 +53,22 @@ def replay(predictor: BlockPredictor, pairs: Pairs, block: int, most: int) -> Ac
 
 def _replay_batch(
     predictor: BlockPredictor,
-    memories: Sequence[SourceMemory],
+    memories: Sequence[RequestMemory],
     pairs: ReadPairs,
     block: int,
     accepted: Accepted,
 ) -> None:
     outputs = pairs.outputs
-    done = [1] * len(outputs)
+    done, read = [1] * len(outputs), [0] * len(outputs)
     running = [i for i, output in enumerate(outputs) if len(output) > 1]
     while running:
+        own = [memories[i] for i in running]
+        predictor.write(own, [_read(pairs, i, read[i], done[i] - 1) for i in running])
+        for i in running:
+            read[i] = done[i] - 1
         blocks = predictor.predict(
-            [memories[i] for i in running],
-            [_written(pairs, i, done[i]) for i in running],
+            own,
+            [Written.of_rows(outputs[i][: done[i]], done[i]) for i in running],
             [1] * len(running),
             block,
         )
@@ -81,13 +81,10 @@ def _replay_batch(
         running = [i for i in running if done[i] < len(outputs[i])]
 
 
-def _written(pairs: ReadPairs, number: int, done: int) -> Written:
-    """What a request has written that has `done` tokens of an output."""
-    rows = pairs.outputs[number][:done]
-    if pairs.written is None:
-        return Written.of_rows(rows, done)
-    read = pairs.written[number][: done - 1]
-    return Written(done, last_rows(rows), read, np.arange(done - 1))
+def _read(pairs: ReadPairs, number: int, first: int, end: int) -> Read:
+    """Tokens first:end of an output."""
+    rows = pairs.outputs[number] if pairs.written is None else pairs.written[number]
+    return Read(rows[first:end], np.arange(first, end))
 
 
 def agreed(drafted: Rows, output: Rows) -> int:

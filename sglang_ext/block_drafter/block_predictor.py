@@ -1,8 +1,9 @@
 """The block drafter as it is served: the source's keys and values kept, int8 on CPUs.
 
 Computes what `BlockModel` computes, without dropout. What a request pays once is its encoder pass
-and the decoder's keys and values of the source; a step is one decoder pass of all requests, keys
-and values of the last tokens that they have written, and a search for what stands where.
+and the decoder's keys and values of the source; a step is keys and values
+of the tokens that were committed, one decoder pass of all requests, and a search for what stands
+where.
 """
 
 from collections.abc import Sequence
@@ -12,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_ext.block_drafter.block_decoder import BlockDecoder
 from sglang_ext.block_drafter.block_paths import Paths, PathSearch
 from sglang_ext.block_drafter.kept_tokens import MASK, PADDING, UNKNOWN
 from sglang_ext.block_drafter.nat_model import EARLIER, OF_SOURCE, BlockModel
-from sglang_ext.block_drafter.served_layers import DecoderLayer, EncoderLayer, normed
+from sglang_ext.block_drafter.request_memory import RequestMemory
+from sglang_ext.block_drafter.served_layers import EncoderLayer, normed
 from sglang_ext.block_drafter.states_on_disk import States
 
 Rows = npt.NDArray[np.int64]
@@ -23,45 +26,35 @@ Source = Rows | States
 
 
 @dataclass(frozen=True)
-class SourceMemory:
-    """What is kept of a source.
-
-    Attributes:
-        keys_values: float32[decoder layers, 2, heads, s, width / heads].
-        last: float32[width], its last entry.
-    """
-
-    keys_values: torch.Tensor
-    last: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys_values.nbytes + self.last.nbytes
-
-
-@dataclass(frozen=True)
 class Written:
-    """The output of a request so far.
+    """The end of a request's output so far.
 
     Attributes:
         committed: its tokens.
         last: int64[EARLIER], rows of the last of them; PADDING where there are fewer.
-        read: of some of the tokens before that one the rows, int64[m], or float16[m, states.width]
-            where the drafter reads the target's states; the last `window` of them are enough.
-        places: int64[m], where in the output they are.
     """
 
     committed: int
     last: Rows
-    read: Source
-    places: Rows
 
     @classmethod
     def of_rows(cls, rows: Rows, committed: int) -> "Written":
-        """Of a request whose last tokens are these rows, int64[m]."""
-        before = rows[:-1]
-        places = committed - 1 - len(before) + np.arange(len(before))
-        return cls(committed, last_rows(rows), before, places)
+        """Of an output whose last tokens are these rows, int64[m]."""
+        return cls(committed, last_rows(rows))
+
+
+@dataclass(frozen=True)
+class Read:
+    """Tokens of an output that are to be remembered.
+
+    Attributes:
+        tokens: int64[m] rows, or float16[m, states.width] where the drafter reads the target's
+            states.
+        places: int64[m], where in the output they are.
+    """
+
+    tokens: Source
+    places: Rows
 
 
 class BlockPredictor:
@@ -81,12 +74,12 @@ class BlockPredictor:
         self._device = model.slots.device
         own = model.encoder.layers if model.states is None else ()
         self._encoder = [EncoderLayer(layer, int8) for layer in own]
-        self._decoder = [DecoderLayer(layer, int8) for layer in model.decoder.layers]
+        self._decoder = BlockDecoder(model, int8)
         self._paths = PathSearch(model, int8, ends)
 
     @torch.inference_mode()
-    def encode(self, sources: Sequence[Source]) -> list[SourceMemory]:
-        """What is kept of each source.
+    def encode(self, sources: Sequence[Source]) -> list[RequestMemory]:
+        """What is kept of each source, a request's memory.
 
         Args:
             sources: int64[s] rows of each, an empty one counts as one unknown token; of a drafter
@@ -105,14 +98,14 @@ class BlockPredictor:
         for layer in self._encoder:
             hidden = layer.run(hidden, seen, self._heads)
         encoded = normed(hidden, self._model.encoder.norm) + self._model.kinds[OF_SOURCE]
-        kept = self._keys_values(encoded)
+        kept = self._decoder.keys_values(encoded)
         return [
-            SourceMemory(kept[i, :, :, :, : len(rows)].clone(), encoded[i, len(rows) - 1].clone())
+            self._memory(kept[i, :, :, : len(rows)], encoded[i, len(rows) - 1])
             for i, rows in enumerate(rows_of)
         ]
 
     @torch.inference_mode()
-    def remember(self, states: torch.Tensor, places: torch.Tensor) -> SourceMemory:
+    def remember(self, states: torch.Tensor, places: torch.Tensor) -> RequestMemory:
         """What is kept of a source whose states the target has.
 
         Args:
@@ -120,16 +113,39 @@ class BlockPredictor:
             places: int64[s], where in the source each lies.
         """
         memory = self._model.remembered(states.to(self._device)[None], places.to(self._device))
-        return SourceMemory(self._keys_values(memory)[0], memory[0, -1].clone())
+        return self._memory(self._decoder.keys_values(memory)[0], memory[0, -1])
 
-    def _keys_values(self, memory: torch.Tensor) -> torch.Tensor:
-        """float[n, decoder layers, 2, heads, s, width / heads] of float[n, s, width]."""
-        return torch.stack([layer.keys_values(memory, self._heads) for layer in self._decoder], 1)
+    def _memory(self, keys_values: torch.Tensor, last: torch.Tensor) -> RequestMemory:
+        return RequestMemory(keys_values, last, self._shape.window)
+
+    @torch.inference_mode()
+    def write(self, memories: Sequence[RequestMemory], read: Sequence[Read]) -> None:
+        """Remember what was written since the last time, all of it but the last token.
+
+        Args:
+            read: of each request, in the output's order; may be nothing.
+        """
+        window = self._shape.window
+        new = [
+            (memory, each.tokens[-window:], each.places[-window:])
+            for memory, each in zip(memories, read, strict=True)
+            if len(each.places)
+        ]
+        if not new:
+            return
+        entries = self._model.remembered(
+            torch.from_numpy(padded([tokens for _, tokens, _ in new])).to(self._device),
+            torch.from_numpy(padded([places for _, _, places in new])).to(self._device),
+            written=True,
+        )
+        kept = self._decoder.keys_values(entries)
+        for i, (memory, _, places) in enumerate(new):
+            memory.add(kept[i, :, :, : len(places)], entries[i, len(places) - 1])
 
     @torch.inference_mode()
     def predict(
         self,
-        memories: Sequence[SourceMemory],
+        memories: Sequence[RequestMemory],
         written: Sequence[Written],
         choices: Sequence[int],
         longest: int | None = None,
@@ -137,7 +153,7 @@ class BlockPredictor:
         """What may follow in each request, one decoder pass for all.
 
         Args:
-            memories: of `encode` or `remember`.
+            memories: of `encode` or `remember`, with what `write` has brought.
             choices: of each request, how many paths are followed and how many tokens are tried
                 behind each; 1: a chain.
             longest: most tokens of a path; default: the block's.
@@ -145,52 +161,10 @@ class BlockPredictor:
         last = np.stack([each.last for each in written])
         rows = torch.from_numpy(block_inputs(last[:, -1], self._shape.block)).to(self._device)
         committed = torch.tensor([each.committed for each in written], device=self._device)
-        own = self._of_written(written)
-        before = torch.stack(
-            [
-                source.last if entries.last is None else entries.last
-                for source, entries in zip(memories, own, strict=True)
-            ]
-        )
-        hidden = self._model.slots_of(rows, committed, self._model.of_before(before))
-        kept, read = _together(
-            [
-                torch.cat([memory.keys_values, entries.keys_values], dim=3)
-                for memory, entries in zip(memories, own, strict=True)
-            ]
-        )
-        for number, layer in enumerate(self._decoder):
-            hidden = layer.run(hidden, kept[:, number], read, self._heads)
-        places = normed(hidden[:, 1:], self._model.decoder.norm)
+        told = self._model.of_before(torch.stack([memory.last for memory in memories]))
+        hidden = self._model.slots_of(rows, committed, told)
+        places = self._decoder.run(hidden, memories)
         return self._paths.search(places, last, choices, longest or self._shape.block)
-
-    def _of_written(self, written: Sequence[Written]) -> list["_Entries"]:
-        """Of each output."""
-        window = self._shape.window
-        read = [each.read[-window:] for each in written]
-        if not any(map(len, read)):
-            shape = self._shape
-            sizes = (shape.decoder_layers, 2, self._heads, 0, shape.width // self._heads)
-            return [_Entries(torch.empty(sizes, device=self._device), None)] * len(read)
-        places = [each.places[-window:] for each in written]
-        memory = self._model.remembered(
-            torch.from_numpy(padded(read)).to(self._device),
-            torch.from_numpy(padded(places)).to(self._device),
-            written=True,
-        )
-        kept = self._keys_values(memory)
-        return [
-            _Entries(kept[i, :, :, :, : len(own)], memory[i, len(own) - 1] if len(own) else None)
-            for i, own in enumerate(read)
-        ]
-
-
-@dataclass(frozen=True)
-class _Entries:
-    """Of an output's last tokens: keys and values as a SourceMemory's, the last entry if any."""
-
-    keys_values: torch.Tensor
-    last: torch.Tensor | None
 
 
 def last_rows(rows: Rows) -> Rows:
@@ -223,18 +197,3 @@ def padded(sequences: Sequence[Source], multiple: int = 1) -> Rows | npt.NDArray
     for row, sequence in zip(joined, sequences, strict=True):
         row[: len(sequence)] = sequence
     return joined
-
-
-def _together(kept: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Memories of different lengths as one tensor, and where each has entries (None: all)."""
-    lengths = [memory.shape[3] for memory in kept]
-    longest = max(lengths)
-    if min(lengths) == longest:
-        return torch.stack(list(kept)), None
-    shape = (len(kept), *kept[0].shape[:3], longest, kept[0].shape[4])
-    joined = kept[0].new_zeros(shape)
-    for row, memory in zip(joined, kept, strict=True):
-        row[..., : memory.shape[3], :] = memory
-    ends = torch.tensor(lengths, device=joined.device)
-    present = torch.arange(longest, device=joined.device) < ends[:, None]
-    return joined, present[:, None, None]

@@ -42,8 +42,9 @@ class DecoderLayer:
         self._forward = _feedforward(layer, int8)
 
     def keys_values(self, memory: torch.Tensor, heads: int) -> torch.Tensor:
-        """float[n, 2, heads, m, width / heads] of float[n, m, width]."""
-        return _by_head(self._source(memory), 2, heads)
+        """float[n, 2, m, heads, width / heads] of float[n, m, width]."""
+        n, m, width = memory.shape
+        return self._source(memory).view(n, m, 2, heads, width // heads).transpose(1, 2)
 
     def run(
         self,
@@ -60,7 +61,8 @@ class DecoderLayer:
         """
         hidden = hidden + _attended(hidden, self._norms[0], self._qkv, self._out, None, heads)
         query = _by_head(self._query(normed(hidden, self._norms[1])), 1, heads)[:, 0]
-        found = scaled_dot_product_attention(query, memory[:, 0], memory[:, 1], read)
+        keys, values = memory.transpose(2, 3).unbind(1)
+        found = scaled_dot_product_attention(query, keys, values, read)
         hidden = hidden + self._cross_out(_joined(found))
         return hidden + self._forward(normed(hidden, self._norms[2]))
 

@@ -15,12 +15,7 @@ import numpy as np
 from pydantic import Field
 from sglang.srt.environ import envs
 
-from sglang_ext.block_drafter.block_predictor import (
-    BlockPredictor,
-    SourceMemory,
-    Written,
-    last_rows,
-)
+from sglang_ext.block_drafter.block_predictor import BlockPredictor, Read, Written
 from sglang_ext.block_drafter.block_trees import block_tree
 from sglang_ext.block_drafter.drafter_files import load_drafter
 from sglang_ext.block_drafter.drafter_manifest import (
@@ -29,6 +24,8 @@ from sglang_ext.block_drafter.drafter_manifest import (
     read_manifest,
     target_name,
 )
+from sglang_ext.block_drafter.nat_model import EARLIER
+from sglang_ext.block_drafter.request_memory import RequestMemory
 from sglang_ext.block_drafter.training_data import Tokens, source_of, source_span
 from sglang_ext.drafters import Drafter, DrafterContext, DrafterError, DraftRequest, load
 from sglang_ext.options import Options
@@ -81,8 +78,10 @@ class _State:
     """Whether SSSD drafts too."""
     asked: bool = False
     """Whether the target's states were asked for."""
-    memory: SourceMemory | None = None
-    """The encoded source; None: not yet."""
+    memory: RequestMemory | None = None
+    """The encoded source, and what was written; None: not yet."""
+    read: int = 0
+    """Tokens of the output that are in the memory."""
     retrieved: DraftRequest | None = None
     """The request as SSSD sees it; None: it was not asked."""
 
@@ -211,13 +210,14 @@ class BlockDrafter(Drafter):
     def _drafted(
         self, requests: Sequence[DraftRequest], max_nodes: int, branches: Sequence[int]
     ) -> list[TokenTree]:
-        memories = [self._state(r).memory for r in requests]
-        known = [i for i, memory in enumerate(memories) if memory is not None]
+        known = [i for i, r in enumerate(requests) if self._state(r).memory is not None]
         trees = [TokenTree.empty()] * len(requests)
         if not known:
             return trees
+        memories = [memory for r in requests if (memory := self._state(r).memory) is not None]
+        self._predictor.write(memories, [self._read(requests[i]) for i in known])
         found = self._predictor.predict(
-            [memory for memory in memories if memory is not None],
+            memories,
             [self._written(requests[i]) for i in known],
             [branches[i] for i in known],
             max_nodes,
@@ -229,17 +229,21 @@ class BlockDrafter(Drafter):
         return trees
 
     def _written(self, request: DraftRequest) -> Written:
-        """What the drafter reads of an output so far."""
-        output, window = request.output, self._manifest.shape.window
-        rows = self._kept.output_rows(output[-1 - window :])
+        output = request.output
+        return Written.of_rows(self._kept.output_rows(output[-EARLIER:]), len(output))
+
+    def _read(self, request: DraftRequest) -> Read:
+        """What was written since the last time, all of it but the last token."""
+        state, output, end = self._state(request), request.output, len(request.output) - 1
+        first = max(state.read, end - self._manifest.shape.window)
+        state.read = max(end, 0)
         if self._shares is None:
-            return Written.of_rows(rows, len(output))
+            rows = self._kept.output_rows(output[first:end])
+            return Read(rows, np.arange(first, first + len(rows)))
         assert request.target_states is not None
-        first, end = max(0, len(output) - 1 - window), len(output) - 1
         before = len(request.prompt)
         found = request.target_states(before + first, before + end)
-        places = first + found.places.numpy()
-        return Written(len(output), last_rows(rows), found.states.numpy(), places)
+        return Read(found.states.numpy(), first + found.places.numpy())
 
     def _encode(self, requests: Sequence[DraftRequest]) -> None:
         if not requests:

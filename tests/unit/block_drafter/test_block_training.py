@@ -229,13 +229,22 @@ class _Scripted:
         self._outputs = outputs
 
     def encode(self, sources):
+        self._read = [0] * len(sources)
         return list(range(len(sources)))
+
+    def write(self, memories, read):
+        for i, new in zip(memories, read, strict=True):
+            assert (new.tokens == self._outputs[i][new.places]).all()
+            assert new.places.tolist() == list(
+                range(self._read[i], self._read[i] + len(new.places))
+            )
+            self._read[i] += len(new.places)
 
     def predict(self, memories, written, choices, longest):
         found = []
         for i, own in zip(memories, written, strict=True):
             done = own.committed
-            assert own.last[-1] == self._outputs[i][done - 1]
+            assert own.last[-1] == self._outputs[i][done - 1] and self._read[i] == done - 1
             rows = np.array(self._outputs[i][done : done + longest])
             rows[[(done + j) % 4 == 3 for j in range(len(rows))]] = UNKNOWN
             sure = np.zeros(len(rows), np.float32)

@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_ext.block_drafter import block_decoder
+from sglang_ext.block_drafter.block_decoder import BlockDecoder
 from sglang_ext.block_drafter.block_paths import PathSearch
 from sglang_ext.block_drafter.block_predictor import (
     BlockPredictor,
+    Read,
     Written,
     block_inputs,
     padded,
@@ -69,13 +72,18 @@ def test_a_place_depends_on_the_tokens_before_it():
 
 
 def _requests():
+    """Sources, the ends of outputs, and what there is to be remembered of these."""
     rng = np.random.default_rng(1)
     sources = [rng.integers(3, 40, n) for n in (5, 1, 9)]
     last = [rng.integers(3, 40, n) for n in (0, 4, 7)]
     written = [Written.of_rows(rows, n) for rows, n in zip(last, (0, 4, 31), strict=True)]
-    assert [len(each.read) for each in written] == [0, 3, 6]
-    assert written[1].places.tolist() == [0, 1, 2] and written[2].places[-1] == 29
-    return sources, written
+    read = [
+        Read(rows[:-1], n - 1 - len(rows[:-1]) + np.arange(len(rows[:-1])))
+        for rows, n in zip(last, (0, 4, 31), strict=True)
+    ]
+    assert [len(each.tokens) for each in read] == [0, 3, 6]
+    assert read[1].places.tolist() == [0, 1, 2] and read[2].places[-1] == 29
+    return sources, written, read
 
 
 def _sharp():
@@ -88,9 +96,11 @@ def _sharp():
 
 
 def _served(model, requests, choices, int8=False):
-    sources, written = requests
+    sources, written, read = requests
     predictor = BlockPredictor(model, int8, ends=[7])
-    return predictor.predict(predictor.encode(sources), written, choices)
+    memories = predictor.encode(sources)
+    predictor.write(memories, read)
+    return predictor.predict(memories, written, choices)
 
 
 def _path_of(paths, node):
@@ -105,10 +115,10 @@ def _path_of(paths, node):
 def test_what_is_served_is_what_was_trained():
     """The predictor's own layers, and its search, compute what the model does."""
     model, _ = _sharp()
-    sources, written = _requests()
-    found = _served(model, (sources, written), [4, 4, 4])
+    sources, written, new = _requests()
+    found = _served(model, (sources, written, new), [4, 4, 4])
     window = SHAPE.window
-    read, at = ([getattr(w, name)[-window:] for w in written] for name in ("read", "places"))
+    read, at = ([getattr(r, name)[-window:] for r in new] for name in ("tokens", "places"))
     tokens, own = torch.from_numpy(padded(sources)), torch.from_numpy(padded(read))
     long = tokens.shape[1]
     before = [
@@ -159,7 +169,7 @@ def test_one_choice_is_a_chain_and_each_request_has_its_own():
 
 def test_a_path_is_no_longer_than_asked_for():
     model, _ = _sharp()
-    sources, written = _requests()
+    sources, written, _ = _requests()
     predictor = BlockPredictor(model, int8=False)
     for paths in predictor.predict(predictor.encode(sources), written, [2] * 3, 1):
         assert (paths.parents == -1).all() and 1 <= len(paths) <= 2
@@ -167,12 +177,47 @@ def test_a_path_is_no_longer_than_asked_for():
 
 def test_a_batch_predicts_what_each_request_does_alone():
     model, _ = _sharp()
-    sources, written = _requests()
-    together = _served(model, (sources, written), [3, 3, 3])
+    requests = _requests()
+    together = _served(model, requests, [3, 3, 3])
     for i in range(3):
-        (alone,) = _served(model, ([sources[i]], [written[i]]), [3])
+        (alone,) = _served(model, [[each[i]] for each in requests], [3])
         assert np.allclose(alone.logprobs, together[i].logprobs, atol=1e-4)
         assert (alone.rows == together[i].rows).all()
+
+
+def test_what_is_written_step_by_step_is_what_is_written_at_once():
+    """More than the window holds, in parts; the oldest entries make way."""
+    model, _ = _sharp()
+    sources, written, _ = _requests()
+    rows = np.random.default_rng(3).integers(3, 40, 3 * SHAPE.window)
+    predictor = BlockPredictor(model, int8=False)
+    at_once, by_steps = predictor.encode([sources[0], sources[0]])
+    places = np.arange(len(rows))
+    predictor.write([at_once], [Read(rows, places)])
+    for start, end in ((0, 1), (1, 5), (5, 5), (5, len(rows) - 2), (len(rows) - 2, len(rows))):
+        predictor.write([by_steps], [Read(rows[start:end], places[start:end])])
+    assert torch.allclose(at_once.last, by_steps.last, atol=1e-5)
+    both = predictor.predict([at_once, by_steps], [written[0]] * 2, [3, 3])
+    assert len(both[0]) > 3 and (both[0].rows == both[1].rows).all()
+    assert np.allclose(both[0].logprobs, both[1].logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_the_compiled_decoder_finds_what_torchs_does(requests, monkeypatch):
+    model, _ = _sharp()
+    sources, _, read = (each[:requests] for each in _requests())
+    slots = torch.randn(requests, 1 + SHAPE.block, SHAPE.width)
+    found = []
+    for compiled in (True, False):
+        if not compiled:
+            monkeypatch.setattr(block_decoder, "_packed_layer", lambda layer: None)
+        predictor = BlockPredictor(model, int8=True)
+        memories = predictor.encode(sources)
+        predictor.write(memories, read)
+        found.append(BlockDecoder(model, int8=True).run(slots.clone(), memories))
+    by_float = BlockDecoder(model, int8=False).run(slots.clone(), memories)
+    assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
+    assert (found[0] - by_float).norm() < 0.05 * by_float.norm()
 
 
 def test_int8_is_near_float():
@@ -234,9 +279,9 @@ def test_a_source_keeps_memory_by_its_length_alone():
     long, short = predictor.encode([np.arange(3, 15), np.arange(3, 9)])
     keys_values = 2 * 32 * 4
     assert long.nbytes - short.nbytes == 6 * keys_values
-    assert long.nbytes == 12 * keys_values + 32 * 4
+    assert long.nbytes == (12 + SHAPE.window) * keys_values + 32 * 4
     (empty,) = predictor.encode([np.array([], dtype=np.int64)])
-    assert empty.nbytes == keys_values + 32 * 4
+    assert empty.nbytes == (1 + SHAPE.window) * keys_values + 32 * 4
 
 
 def test_rare_tokens_are_mapped_out():

@@ -1,0 +1,132 @@
+"""The block drafter's decoder as it is served: a compiled loop in 8 bits on CPUs, else torch."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import torch
+from torch import nn
+
+from sglang_ext.block_drafter import decoder_kernel
+from sglang_ext.block_drafter.nat_model import BlockModel
+from sglang_ext.block_drafter.request_memory import RequestMemory
+from sglang_ext.block_drafter.served_layers import DecoderLayer, normed
+from sglang_ext.cpu.group_weights import GROUP, grouped
+
+_BITS = 8
+# Rows up to which a thread alone is quicker: others sleep between a target's passes.
+_FEW_ROWS = 16
+
+# Levels, scales and factor of a weight (group_weights.py), and a bias.
+_Weight = tuple[np.ndarray, np.ndarray, np.float32, np.ndarray]
+
+
+class BlockDecoder:
+    """Runs decoder passes of one model.
+
+    Args:
+        int8: in 8 bits, on CPUs alone.
+    """
+
+    def __init__(self, model: BlockModel, int8: bool) -> None:
+        self._heads, self._norm = model.shape.heads, model.decoder.norm
+        self._layers = [DecoderLayer(layer, int8) for layer in model.decoder.layers]
+        packed = [_packed_layer(layer) for layer in model.decoder.layers] if int8 else [None]
+        self._packed = [layer for layer in packed if layer is not None]
+        self._compiled = len(self._packed) == len(self._layers)
+        self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+
+    def keys_values(self, memory: torch.Tensor) -> torch.Tensor:
+        """float[n, decoder layers, 2, s, heads, width / heads] of entries float[n, s, width]."""
+        return torch.stack([layer.keys_values(memory, self._heads) for layer in self._layers], 1)
+
+    def run(self, slots: torch.Tensor, memories: Sequence[RequestMemory]) -> torch.Tensor:
+        """float[n, block, width], what is known of the places behind the first slot.
+
+        Args:
+            slots: float[n, 1 + block, width], of BlockModel.slots_of; may be written to.
+            memories: of each request.
+        """
+        hidden = self._run_compiled(slots, memories) if self._compiled else slots
+        if not self._compiled:
+            kept, read = _together([memory.entries for memory in memories])
+            for number, layer in enumerate(self._layers):
+                hidden = layer.run(hidden, kept[:, number], read, self._heads)
+        return normed(hidden[:, 1:], self._norm)
+
+    def _run_compiled(self, slots: torch.Tensor, memories: Sequence[RequestMemory]) -> torch.Tensor:
+        hidden = slots.contiguous()
+        threads = 1 if hidden.shape[0] * hidden.shape[1] <= _FEW_ROWS else self._threads
+        counts = np.array([memory.count for memory in memories])
+        for number, layer in enumerate(self._packed):
+            addresses = np.array([memory.addresses(number) for memory in memories], np.uintp)
+            keys, values = np.ascontiguousarray(addresses.T)
+            decoder_kernel.run_layer(
+                hidden.numpy(), layer.norms, layer.epsilon, layer.qkv, layer.out, layer.query,
+                layer.cross_out, layer.first, layer.second, keys, values, counts, self._heads,
+                threads,
+            )  # fmt: skip
+        return hidden
+
+
+class _PackedLayer(NamedTuple):
+    """As decoder_kernel.run_layer takes it."""
+
+    norms: np.ndarray
+    epsilon: np.float32
+    qkv: _Weight
+    out: _Weight
+    query: _Weight
+    cross_out: _Weight
+    first: _Weight
+    second: _Weight
+
+
+def _packed_layer(layer: nn.TransformerDecoderLayer) -> _PackedLayer | None:
+    """None where 8 bits do not fit: a width of no whole groups, or weights as the log tells."""
+    own, cross, width = layer.self_attn, layer.multihead_attn, layer.self_attn.embed_dim
+    if width % GROUP or layer.linear1.out_features % GROUP:
+        return None
+    made = [
+        _packed(weight, bias)
+        for weight, bias in (
+            (own.in_proj_weight, own.in_proj_bias),
+            (own.out_proj.weight, own.out_proj.bias),
+            (cross.in_proj_weight[:width], cross.in_proj_bias[:width]),
+            (cross.out_proj.weight, cross.out_proj.bias),
+            (layer.linear1.weight, layer.linear1.bias),
+            (layer.linear2.weight, layer.linear2.bias),
+        )
+    ]
+    weights = [weight for weight in made if weight is not None]
+    if len(weights) < len(made):
+        return None
+    norms = [
+        torch.stack([norm.weight, norm.bias]) for norm in (layer.norm1, layer.norm2, layer.norm3)
+    ]
+    return _PackedLayer(
+        torch.stack(norms).detach().float().numpy(), np.float32(layer.norm1.eps), *weights
+    )
+
+
+def _packed(weight: torch.Tensor, bias: torch.Tensor) -> _Weight | None:
+    made = grouped(weight, _BITS)
+    if made is None:
+        return None
+    return made.levels, made.scales, np.float32(made.factor), bias.detach().float().numpy()
+
+
+def _together(entries: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Memories of different lengths as one tensor, and where each has entries (None: all)."""
+    lengths = [each.shape[2] for each in entries]
+    longest = max(lengths)
+    if min(lengths) == longest:
+        return torch.stack(list(entries)), None
+    first = entries[0]
+    joined = first.new_zeros((len(entries), *first.shape[:2], longest, *first.shape[3:]))
+    for row, each in zip(joined, entries, strict=True):
+        row[:, :, : each.shape[2]] = each
+    ends = torch.tensor(lengths, device=joined.device)
+    present = torch.arange(longest, device=joined.device) < ends[:, None]
+    return joined, present[:, None, None]

@@ -1,0 +1,58 @@
+"""What a block drafter keeps of a request while it runs."""
+
+import torch
+
+
+class RequestMemory:
+    """Keys and values of a source, and of the last tokens written behind it.
+
+    Entries know their places, so their order does not matter: what is written goes round in the
+    room behind the source.
+
+    Attributes:
+        last: float32[width], the newest entry: of the token before the last one that was written,
+            of the source's last token before that.
+
+    Args:
+        keys_values: float32[decoder layers, 2, s, heads, width / heads], of the source.
+        window: most entries of what was written; at least 1.
+    """
+
+    def __init__(self, keys_values: torch.Tensor, last: torch.Tensor, window: int) -> None:
+        layers, two, source, heads, size = keys_values.shape
+        self._room = keys_values.new_empty((layers, two, source + window, heads, size))
+        self._room[:, :, :source] = keys_values
+        self._source, self._window, self._written = source, window, 0
+        self.last = last.clone()
+
+    def add(self, keys_values: torch.Tensor, last: torch.Tensor) -> None:
+        """Take entries of tokens that were written, in their order.
+
+        Args:
+            keys_values: float32[decoder layers, 2, m, heads, width / heads], m at most the window.
+            last: float32[width], the last one's entry.
+        """
+        more = keys_values.shape[2]
+        at = self._source + (self._written + torch.arange(more)) % self._window
+        self._room[:, :, at.to(self._room.device)] = keys_values
+        self._written += more
+        self.last = last.clone()
+
+    @property
+    def count(self) -> int:
+        """Entries that there are."""
+        return self._source + min(self._written, self._window)
+
+    def addresses(self, layer: int) -> tuple[int, int]:
+        """Where a decoder layer's keys and values begin, on a CPU."""
+        return self._room[layer, 0].data_ptr(), self._room[layer, 1].data_ptr()
+
+    @property
+    def entries(self) -> torch.Tensor:
+        """float32[decoder layers, 2, m, heads, width / heads], a view of what there is."""
+        return self._room[:, :, : self.count]
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes, however much was written."""
+        return self._room.nbytes + self.last.nbytes
