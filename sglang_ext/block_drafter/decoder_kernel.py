@@ -17,7 +17,7 @@ _BITS = 8
 # Requests are shared among threads from so many on.
 _MANY = 2
 
-_empty_rows, _quantize_row, _quantize_rows, _multiply = row_functions()
+_empty_rows, _quantize_row, _quantize_rows, _multiply = row_functions((_BITS,))
 
 
 @numba.njit(nogil=True)

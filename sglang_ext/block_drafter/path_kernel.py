@@ -11,7 +11,7 @@ from sglang_ext.cpu.group_rows import row_functions
 from sglang_ext.cpu.vectors import exponentials, total
 
 _BITS = 8
-_empty_rows, _, _quantize_rows, _multiply = row_functions()
+_empty_rows, _, _quantize_rows, _multiply = row_functions((_BITS,))
 
 
 @numba.njit(nogil=True)

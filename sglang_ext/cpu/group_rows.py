@@ -4,7 +4,7 @@
 compiled with before half as fast.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -26,8 +26,11 @@ _AHEAD = np.uintp(64)
 _MOST_AT_ONCE, _MOST_AT_ONCE_WIDE = 4, 12
 
 
-def row_functions() -> tuple[Callable[..., Any], ...]:
+def row_functions(formats: Sequence[int] = (4, 8)) -> tuple[Callable[..., Any], ...]:
     """Four compiled functions on rows in 8 bits: (levels int8[T, K], scales, corrections).
+
+    Args:
+        formats: bits of the weights that rows are multiplied by; fewer compile in less time.
 
     Rows that one pass multiplies, a tile, lie side by side, group by group (`group_dots`); a tile
     begins where it would if rows lay one behind the other.
@@ -44,7 +47,7 @@ def row_functions() -> tuple[Callable[..., Any], ...]:
     """
     features = group_dots.features_of(cpu_target.target_context)
     most = _MOST_AT_ONCE_WIDE if "avx512f" in features else _MOST_AT_ONCE
-    multiply_tile = _by_size(most)
+    multiply_tile = _by_size(most, formats)
 
     @numba.njit(nogil=True)
     def empty_rows(count, groups):
@@ -91,6 +94,7 @@ def row_functions() -> tuple[Callable[..., Any], ...]:
         return following, half, own + groups * scale_size
 
     @numba.njit(nogil=True)
+    @_of(most, formats)
     def multiply(bits, rows, weights, out, first, last):
         # Numbers instead of arrays: handing on an array takes as long as a row's product.
         count, groups = rows[1].shape[0], np.uintp(rows[1].shape[1])
@@ -114,26 +118,15 @@ def row_functions() -> tuple[Callable[..., Any], ...]:
     return empty_rows, quantize_row, quantize_rows, multiply
 
 
-def _by_size(most: int) -> Callable[..., Any]:
-    """What multiplies a tile of up to `most` rows."""
-    multiply_4, multiply_8 = multiplier(4, most), multiplier(8, most)
-
-    @numba.njit(nogil=True)
-    @_of_size(most)
-    def multiply(
-        size, bits, levels, scales, corrections, weights, own, groups, ahead, to, stride
-    ):  # fmt: skip
-        if bits == 8:
-            multiply_8(levels, scales, corrections, weights, own, groups, ahead, to, stride)
-        else:
-            multiply_4(levels, scales, corrections, weights, own, groups, ahead, to, stride)
-
+def _by_size(most: int, formats: Sequence[int]) -> Callable[..., Any]:
+    """What multiplies a tile of up to `most` rows by weights in one of the formats."""
+    multiply = _in_formats(most, formats)
     if most == 1:
         return multiply
-    fewer = _by_size(most - 1)
+    fewer = _by_size(most - 1, formats)
 
     @numba.njit(nogil=True)
-    @_of_size(most)
+    @_of(most, formats)
     def multiply_tile(
         size, bits, levels, scales, corrections, weights, own, groups, ahead, to, stride
     ):  # fmt: skip
@@ -149,8 +142,33 @@ def _by_size(most: int) -> Callable[..., Any]:
     return multiply_tile
 
 
-def _of_size(most: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: a function of `most` rows gets a name that says so.
+def _in_formats(most: int, formats: Sequence[int]) -> Callable[..., Any]:
+    """What multiplies `most` rows."""
+    made = [multiplier(bits, most) for bits in sorted(formats)]
+    multiply_4, multiply_8 = made[0], made[-1]
+
+    @numba.njit(nogil=True)
+    @_of(most, formats)
+    def multiply_one(
+        size, bits, levels, scales, corrections, weights, own, groups, ahead, to, stride
+    ):  # fmt: skip
+        multiply_8(levels, scales, corrections, weights, own, groups, ahead, to, stride)
+
+    @numba.njit(nogil=True)
+    @_of(most, formats)
+    def multiply(
+        size, bits, levels, scales, corrections, weights, own, groups, ahead, to, stride
+    ):  # fmt: skip
+        if bits == 8:
+            multiply_8(levels, scales, corrections, weights, own, groups, ahead, to, stride)
+        else:
+            multiply_4(levels, scales, corrections, weights, own, groups, ahead, to, stride)
+
+    return multiply if len(made) > 1 else multiply_one
+
+
+def _of(rows: int, formats: Sequence[int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: a function of at most so many rows and these formats gets a name that says so.
 
     numba names compiled code by a function's qualified name and a count of the process. Of two
     functions of one name, compiled by two processes and loaded from their caches by a third, one
@@ -158,7 +176,7 @@ def _of_size(most: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """
 
     def named(function: Callable[..., Any]) -> Callable[..., Any]:
-        function.__qualname__ += f"_{most}"
+        function.__qualname__ += "_".join(map(str, ["", rows, *sorted(formats)]))
         return function
 
     return named
