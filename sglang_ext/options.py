@@ -208,6 +208,14 @@ class Options:
     specdec_retrieve: bool = _option(
         True, "SpecDec: draft with SSSD too, in one tree, unless a request says otherwise"
     )
+    record_states: str = _option(
+        "",
+        "recorder: folder to which the target's states of its requests are appended, for `drafter "
+        "train --encoder target`; `drafter distill --states` sets it",
+    )
+    record_layer: int = _option(
+        0, "recorder: the states behind so many of the target's layers", low=0, high=1024
+    )
     specasr_mode: str = _option(
         "tsp",
         "SpecASR: `tsp` (two-pass sparse tree), `recycling`, `asp` (adaptive single sequence) or "

@@ -5,7 +5,9 @@ target is to be drafted for by greedy decoding.
 """
 
 import asyncio
+import functools
 import gzip
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -34,16 +36,20 @@ class Wanted:
         max_tokens: longest output.
         namespace: whose outputs they are: they join it in the server's datastore, and the drafter's
             manifest names it; "": nobody's, and no datastore keeps them.
+        states_layer: the target's states behind so many layers are recorded too, by the server's
+            drafter `recorder`; 0: none are.
     """
 
     prompt: str = PLACEHOLDER
     raw: bool = False
     max_tokens: int = 256
     namespace: str = ""
+    states_layer: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """What a file's header says, so that it is gone on with in the same way."""
-        return {"prompt": self.prompt, "raw": self.raw, "max_tokens": self.max_tokens}
+        found = {"prompt": self.prompt, "raw": self.raw, "max_tokens": self.max_tokens}
+        return found | {"states_layer": self.states_layer} if self.states_layer else found
 
 
 @dataclass
@@ -88,8 +94,8 @@ class Distillation:
                 return set()
             if json.loads(first).get("settings") != self._wanted.as_json():
                 raise BlockDrafterError(
-                    f"{self._out} was written with another --prompt, --raw or --max-tokens: name "
-                    "another file"
+                    f"{self._out} was written with another --prompt, --raw, --max-tokens or "
+                    "--states: name another file"
                 )
             end = len(first)
             for line in file:
@@ -150,7 +156,7 @@ class Distillation:
             text = self._wanted.prompt.replace(PLACEHOLDER, source)
             encode = self._target.encode if self._wanted.raw else self._target.encode_chat
             prompt = encode(text)
-            output = await self._written(client, prompt, totals)
+            output = await self._written(client, number, prompt, totals)
             if output is None:
                 continue
             line = {"n": number, "prompt": prompt, "output": output}
@@ -164,14 +170,13 @@ class Distillation:
             tell(totals)
 
     async def _written(
-        self, client: httpx.AsyncClient, prompt: list[int], totals: Distilled
+        self, client: httpx.AsyncClient, number: int, prompt: list[int], totals: Distilled
     ) -> list[int] | None:
         """The target's output; None: the server refuses this prompt."""
-        namespace = self._wanted.namespace
         sampling = {
             "temperature": 0.0,
             "max_new_tokens": self._wanted.max_tokens,
-            "custom_params": {"namespace": namespace} if namespace else {"ingest": False},
+            "custom_params": self._params(number),
         }
         body = {"input_ids": prompt, "sampling_params": sampling}
         for attempt in range(_ATTEMPTS):
@@ -194,6 +199,23 @@ class Distillation:
             f"the server at {client.base_url} does not write outputs ({reason}); the same command "
             "goes on where this one stopped"
         )
+
+    def _params(self, number: int) -> dict[str, Any]:
+        namespace = self._wanted.namespace
+        params: dict[str, Any] = {"namespace": namespace} if namespace else {"ingest": False}
+        if self._wanted.states_layer:
+            params["drafter"] = "recorder"
+            params["recorder"] = {"number": number, "begin": self._begin_of_states}
+        return params
+
+    @functools.cached_property
+    def _begin_of_states(self) -> int:
+        """How many tokens the chat template has before any message: nothing learns from these."""
+        if self._wanted.raw:
+            return 0
+        first, second = self._target.encode_chat("a"), self._target.encode_chat("Z")
+        pairs = zip(first, second, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _output(self, response: httpx.Response) -> list[int]:
         """Token ids with the one that ended them."""

@@ -20,6 +20,7 @@ class TargetModel:
         tokenizer: fingerprint of its tokenizer.
         vocab_size: tokens are 0 .. vocab_size - 1.
         ends: token ids that end an output.
+        layers: how many decoder layers it has.
         encoder: transformers' tokenizer.
     """
 
@@ -27,6 +28,7 @@ class TargetModel:
     tokenizer: str
     vocab_size: int
     ends: tuple[int, ...]
+    layers: int
     encoder: Any
 
     def encode(self, text: str) -> list[int]:
@@ -71,8 +73,26 @@ def load_target(model: str) -> TargetModel:
         fingerprint(encoder),
         int(config.vocab_size),
         tuple(sorted(end for end in ends if end is not None)),
+        int(config.num_hidden_layers),
         encoder,
     )
+
+
+def layer_to_read(name: str, layers: int, asked: int, option: str) -> int:
+    """Behind which of a target's layers its states are read: 0 asks for two thirds of them.
+
+    Args:
+        option: that asks, for the message.
+
+    Raises:
+        BlockDrafterError: it has no such layer, or it is the last.
+    """
+    layer = asked or max(1, 2 * layers // 3)
+    if not 1 <= layer < layers:
+        raise BlockDrafterError(
+            f"{option} {layer}: {name} has {layers} layers, expected 1 to {layers - 1}"
+        )
+    return layer
 
 
 def _generation_ends(path: str) -> Sequence[int]:

@@ -19,6 +19,7 @@ from torch.nn.functional import layer_norm
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, SourceRule
 from sglang_ext.block_drafter.shapes import TargetStates
 from sglang_ext.block_drafter.states_on_disk import StatesOnDisk
+from sglang_ext.block_drafter.target_models import layer_to_read
 from sglang_ext.block_drafter.training_data import Tokens, TrainingData, source_span
 from sglang_ext.models import resolve
 
@@ -70,11 +71,7 @@ class StatesReader:
             raise BlockDrafterError(f"{model}: cannot be loaded as a target: {reason}") from None
         config = made.config.get_text_config()
         depth = config.num_hidden_layers
-        layer = layer or max(1, 2 * depth // 3)
-        if not 1 <= layer < depth:
-            raise BlockDrafterError(
-                f"--encoder-layer {layer}: {model} has {depth} layers, expected 1 to {depth - 1}"
-            )
+        layer = layer_to_read(model, depth, layer, "--encoder-layer")
         lists = (
             m for m in made.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth
         )
@@ -189,7 +186,9 @@ def kept_states(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         seconds = _write(path, data, firsts, ends, reader, tell)
-        states = StatesOnDisk(path, sources, outputs, reader.states.width, seconds)
+        begins = np.concatenate([[0], ends[:-1]])
+        paths = [path] * len(begins)
+        states = StatesOnDisk(paths, begins, sources, outputs, reader.states.width, seconds)
     except OSError as error:
         raise BlockDrafterError(f"cannot write {path}: {error.strerror or error}") from None
     try:

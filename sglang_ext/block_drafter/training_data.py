@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ import numpy.typing as npt
 from datastores import DEFAULT_NAMESPACE, Datastore, DatastoreError
 from datastores.segment import documents_of
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, SourceRule
+from sglang_ext.block_drafter.shapes import TargetStates
+from sglang_ext.block_drafter.state_log import folder_of, read_records
+from sglang_ext.block_drafter.states_on_disk import StatesAt
 from sglang_ext.block_drafter.target_models import TargetModel
 
 FORMAT = 1
@@ -40,12 +43,14 @@ class Example:
     Attributes:
         prompt: int32[p], the whole prompt, or the source itself where `is_source`.
         output: int32[n], with the token that ended it; without one it was cut.
+        states: of the target, recorded as it was written; None: they were not.
     """
 
     prompt: Tokens
     output: Tokens
     is_source: bool = False
     namespace: str = DEFAULT_NAMESPACE
+    states: StatesAt | None = None
 
 
 @dataclass
@@ -56,6 +61,7 @@ class TrainingData:
         origin: where they come from.
         left_out: examples beyond the limit of tokens.
         whole_prompts: False: of the prompts there are only the last tokens.
+        recorded: what states of the target were recorded of some examples, file by file.
     """
 
     origin: str
@@ -63,6 +69,7 @@ class TrainingData:
     left_out: int = 0
     whole_prompts: bool = True
     tokens: int = 0
+    recorded: list[TargetStates] = field(default_factory=list)
 
     def add(self, example: Example, most_tokens: int) -> None:
         """Take an example, unless there are too many tokens already or it has no output."""
@@ -135,23 +142,39 @@ def check_header(path: Path, line: str, target: TargetModel) -> None:
 
 
 def read_file(path: Path, target: TargetModel, most_tokens: int) -> TrainingData:
+    """As `read_files`, of one file."""
+    return read_files([path], target, most_tokens)
+
+
+def read_files(paths: Sequence[Path], target: TargetModel, most_tokens: int) -> TrainingData:
     """What `drafter distill` has written, the first `most_tokens` tokens of it.
 
     Raises:
-        BlockDrafterError: it cannot be read, is another target's or holds nothing.
+        BlockDrafterError: a file cannot be read, is another target's, or none holds anything.
     """
-    data = TrainingData(str(path.name))
-    try:
-        with open(path, encoding="utf-8") as file:
-            check_header(path, file.readline(), target)
-            for number, line in enumerate(file, 2):
-                if line.endswith("\n"):  # else it is being written, or was when it was killed
-                    data.add(_example(path, number, line, target.vocab_size), most_tokens)
-    except OSError as error:
-        raise BlockDrafterError(f"cannot read {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise BlockDrafterError(f"{path} is damaged: it is not UTF-8") from None
+    data = TrainingData(", ".join(path.name for path in paths))
+    for path in paths:
+        try:
+            with open(path, encoding="utf-8") as file:
+                _read_into(data, path, file, target, most_tokens)
+        except OSError as error:
+            raise BlockDrafterError(f"cannot read {path}: {error.strerror or error}") from None
+        except UnicodeDecodeError:
+            raise BlockDrafterError(f"{path} is damaged: it is not UTF-8") from None
     return _not_empty(data)
+
+
+def _read_into(
+    data: TrainingData, path: Path, file: TextIO, target: TargetModel, most_tokens: int
+) -> None:
+    check_header(path, file.readline(), target)
+    records = read_records(folder_of(path))
+    if records is not None:
+        data.recorded.append(records.states)
+    places = {} if records is None else records.places
+    for number, line in enumerate(file, 2):
+        if line.endswith("\n"):  # else it is being written, or was when it was killed
+            data.add(_example(path, number, line, target.vocab_size, places), most_tokens)
 
 
 def read_datastore(
@@ -230,7 +253,9 @@ def example_source(example: Example, rule: SourceRule) -> Tokens:
     )
 
 
-def _example(path: Path, number: int, line: str, vocab_size: int) -> Example:
+def _example(
+    path: Path, number: int, line: str, vocab_size: int, recorded: Mapping[int, StatesAt]
+) -> Example:
     """Raises BlockDrafterError: the line is none."""
     try:
         content: Mapping[str, Any] = json.loads(line)
@@ -240,10 +265,11 @@ def _example(path: Path, number: int, line: str, vocab_size: int) -> Example:
         namespace = content.get("namespace") or DEFAULT_NAMESPACE
         if not isinstance(namespace, str):
             raise ValueError("its namespace is no text")
+        states = recorded.get(content.get("n", -1))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else error
         raise BlockDrafterError(f"{path}, line {number} is no example: {what}") from None
-    return Example(prompt, output, is_source, namespace)
+    return Example(prompt, output, is_source, namespace, states)
 
 
 def _ids(values: Any, vocab_size: int) -> Tokens:

@@ -105,6 +105,15 @@ def _add_distill(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--max-tokens", type=whole_number, default=256, help="of an output [%(default)d]"
     )
     distill.add_argument(
+        "--states",
+        metavar="LAYER",
+        type=int,
+        nargs="?",
+        const=0,
+        help="record the target's states too, in FILE.states, for `train --encoder target`, which "
+        "then reads nothing [behind two thirds of its layers]",
+    )
+    distill.add_argument(
         "--parallel", type=whole_number, help="outputs at once [8 for each processor]"
     )
     distill.add_argument(
@@ -130,7 +139,9 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     train.add_argument("--kind", choices=tuple(DEFAULTS), default="block")
     what = train.add_mutually_exclusive_group(required=True)
-    what.add_argument("--data", metavar="FILE", type=Path, help="written by `drafter distill`")
+    what.add_argument(
+        "--data", metavar="FILE", type=Path, nargs="+", help="written by `drafter distill`"
+    )
     what.add_argument("--datastore", metavar="FOLDER", help="a server may be using it")
     train.add_argument(
         "--namespaces", type=names, default=(), help="of the datastore, as a,b [all of them]"

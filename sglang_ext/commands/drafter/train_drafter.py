@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 from tqdm import tqdm
@@ -16,7 +16,8 @@ from sglang_ext.block_drafter.drafter_manifest import (
     is_drafter_folder,
 )
 from sglang_ext.block_drafter.embedding_start import embedding_start
-from sglang_ext.block_drafter.shapes import SHAPES, Shape
+from sglang_ext.block_drafter.recorded_states import keep_recorded, recorded_states
+from sglang_ext.block_drafter.shapes import SHAPES, Shape, TargetStates
 from sglang_ext.block_drafter.states_on_disk import StatesOnDisk
 from sglang_ext.block_drafter.target_models import TargetModel, load_target
 from sglang_ext.block_drafter.target_states import StatesReader, check_examples, kept_states
@@ -39,14 +40,9 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     target = load_target(args.model)
     data = read_data(args, target)
-    reader = None
-    if args.encoder == "target":
-        check_examples(data)
-        bf16 = in_bf16(args)
-        reader = StatesReader(args.model, args.encoder_layer, args.device, bf16=bf16)
     rule = source_rule(data, shape.source_tokens)
-    with _states(args, data, rule, reader) as states:
-        trained = _train(args, shape, target, data, rule, reader, states)
+    with _states(args, data, rule) as (states, kind):
+        trained = _train(args, shape, target, data, rule, kind, states)
     scores = trained.scores["accepted_per_step"]
     held = trained.scores["held_out"]
     by_k = ", ".join(f"k {k}: {score:.2f}" for k, score in scores.items())
@@ -56,12 +52,22 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _states(
-    args: argparse.Namespace, data: TrainingData, rule: SourceRule, reader: StatesReader | None
-) -> Iterator[StatesOnDisk | None]:
-    """The target's states of the sources, where they are read."""
-    if reader is None:
-        yield None
+    args: argparse.Namespace, data: TrainingData, rule: SourceRule
+) -> Iterator[tuple[StatesOnDisk | None, TargetStates | None]]:
+    """The target's states of sources and outputs, and what they are; None: it is not the encoder.
+
+    Those that were recorded with the outputs; else the target reads all.
+    """
+    if args.encoder != "target":
+        yield None, None
         return
+    check_examples(data)
+    recorded = keep_recorded(data, args.encoder_layer, rule)
+    if recorded is not None:
+        with closing(recorded_states(data.examples, rule, recorded)) as states:
+            yield states, recorded
+        return
+    reader = StatesReader(args.model, args.encoder_layer, args.device, bf16=in_bf16(args))
     with tqdm(total=len(data.examples), unit="prompt", file=sys.stderr, desc="reading") as bar:
 
         def tell(read: int) -> None:
@@ -69,7 +75,7 @@ def _states(
 
         with kept_states(args.out / FOLDER, data, rule, reader, tell) as states:
             bar.close()
-            yield states
+            yield states, reader.states
 
 
 def _train(
@@ -78,7 +84,7 @@ def _train(
     target: TargetModel,
     data: TrainingData,
     rule: SourceRule,
-    reader: StatesReader | None,
+    kind: TargetStates | None,
     states: StatesOnDisk | None,
 ) -> Manifest:
     most = args.outputs
@@ -95,7 +101,7 @@ def _train(
         outputs=made.kept.outputs,
         weights=_NO_WEIGHTS,
         data={**data.summary(), "digest": data.digest()},
-        states=None if reader is None else reader.states,
+        states=kind,
         training={} if states is None else {"reading_seconds": round(states.seconds, 1)},
     )
     data.examples.clear()  # as much memory again as the rows that were made of them

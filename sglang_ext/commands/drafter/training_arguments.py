@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
 from sglang_ext.block_drafter.target_models import TargetModel
-from sglang_ext.block_drafter.training_data import TrainingData, read_datastore, read_file
+from sglang_ext.block_drafter.training_data import TrainingData, read_datastore, read_files
 
 
 def read_data(args: argparse.Namespace, target: TargetModel) -> TrainingData:
@@ -19,7 +19,7 @@ def read_data(args: argparse.Namespace, target: TargetModel) -> TrainingData:
         BlockDrafterError: it cannot be read, or is of another target.
     """
     if args.data:
-        return read_file(args.data, target, args.most_tokens)
+        return read_files(args.data, target, args.most_tokens)
     return read_datastore(args.datastore, target, args.most_tokens, args.namespaces)
 
 
