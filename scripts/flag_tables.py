@@ -30,6 +30,7 @@ PAGES = {
     "draft_model": "docs/specasr.md",
     "relaxed_acceptance": "docs/relaxed.md",
     "specdec_branches": "docs/specdec.md",
+    "record_states": "docs/specdec.md",
     "ssbd_beta": "docs/ssbd.md",
     "translation_sessions": "docs/translation.md",
 }
@@ -98,7 +99,7 @@ TABLES = {
             )
         ),
     ),
-    "specdec": Table("docs/specdec.md", _begins("specdec_")),
+    "specdec": Table("docs/specdec.md", _begins("specdec_", "record_")),
     "mirror": Table("docs/mirror.md", _of_mirror),
     "ssbd": Table("docs/ssbd.md", _begins("ssbd_")),
     "transcription": Table("docs/transcription.md", _of_transcription),

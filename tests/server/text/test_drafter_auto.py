@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,6 +23,9 @@ from scripts.lib.spec_bench import tokenizer
 from sglang_ext.block_drafter.drafter_files import load_drafter, save_drafter
 from sglang_ext.block_drafter.nat_model import BlockModel
 from sglang_ext.block_drafter.shapes import TargetStates
+from sglang_ext.block_drafter.state_log import read_records
+from sglang_ext.block_drafter.states_on_disk import StatesAt
+from sglang_ext.block_drafter.target_states import StatesReader
 from sglang_ext.models import resolve
 from tests.eventually import eventually
 from tests.server.conftest import CHUNK, MODEL
@@ -30,6 +34,7 @@ from tests.server.text.answers import answer, answers, told
 
 NAMES = {"sssd", "specdec", "specdec+sssd"}
 MOST = 64  # source tokens of the drafter
+LAYER = 20  # whose states it reads
 BLOCKS = {
     "drafter": "specdec", "specdec": {"retrieve": False}, "draft_length": 6, "ingest": False,
     "budget": "fixed",
@@ -40,7 +45,7 @@ BLOCKS = {
 def shared_encoder(block_drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`block_drafter`, which leans to frequent tokens, with the target as its encoder."""
     own, made = load_drafter(block_drafter), tmp_path_factory.mktemp("shared-encoder")
-    states = TargetStates(20, AutoConfig.from_pretrained(resolve(MODEL)).hidden_size)
+    states = TargetStates(LAYER, AutoConfig.from_pretrained(resolve(MODEL)).hidden_size)
     torch.manual_seed(0)
     shape = own.manifest.shape
     model = BlockModel(shape, own.kept.num_rows, own.kept.num_classes, states=states)
@@ -50,8 +55,15 @@ def shared_encoder(block_drafter: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def auto_server(shared_encoder: Path) -> Iterator[Server]:
-    flags = ["--speculative-algorithm", "SSSD", "--drafter", "auto", "--drafters", "ssbd"]
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server's drafter `recorder` writes states to."""
+    return tmp_path_factory.mktemp("recorded") / "states"
+
+
+@pytest.fixture(scope="module")
+def auto_server(shared_encoder: Path, recorded: Path) -> Iterator[Server]:
+    flags = ["--speculative-algorithm", "SSSD", "--drafter", "auto", "--drafters", "ssbd,recorder"]
+    flags += ["--record-states", str(recorded), "--record-layer", str(LAYER)]
     flags += ["--draft-model", str(shared_encoder), "--bigram-seconds", "0", "--enable-metrics"]
     with Server(MODEL, [*flags, *CHUNK], name="auto") as server:
         yield server
@@ -211,6 +223,37 @@ def test_what_an_answer_wrote_has_states_in_the_next_turn(
     assert ask(auto_server, custom_params=BLOCKS) == ask(plain_server)
     # What it had written, verify steps had read; the radix cache has all but the last token.
     assert sources.since(1) == MOST
+
+
+def test_states_are_recorded_as_the_target_reads_them(plain_server, auto_server, recorded, prompts):
+    asked, sampling = prompts[5:8], {"max_new_tokens": 16}
+    jobs = [
+        (prompt, {**sampling, "custom_params": {
+            "drafter": "recorder", "recorder": {"number": n, "begin": 3}, "ingest": False,
+        }})
+        for n, prompt in enumerate(asked)
+    ]  # fmt: skip
+    got = answers(auto_server, jobs)
+    expected = answers(plain_server, [(prompt, sampling) for prompt in asked])
+    assert list(map(told, got)) == list(map(told, expected))
+
+    def all_of_them() -> dict[int, StatesAt]:
+        found = read_records(recorded)
+        places = {} if found is None else found.places
+        return places if len(places) == len(asked) else {}
+
+    places = eventually(all_of_them)
+    texts = [
+        np.array([*prompt.input_ids, *made["output_ids"][:-1]], np.int32)
+        for prompt, made in zip(asked, got, strict=True)
+    ]
+    read = StatesReader(MODEL, LAYER).read(texts, [slice(3, len(text)) for text in texts])
+    for number, wanted in enumerate(read):
+        at = places[number]
+        rows = np.fromfile(at.path, np.float16).reshape(-1, wanted.shape[1])
+        found = torch.from_numpy(rows[at.first : at.first + at.count].astype(np.float32))
+        assert at.begin == 3 and found.shape == wanted.shape
+        assert torch.cosine_similarity(found, wanted.float()).min() > 0.99
 
 
 def test_a_source_of_its_own_is_a_400(auto_server, prompts):
