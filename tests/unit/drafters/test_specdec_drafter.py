@@ -110,8 +110,7 @@ def test_a_request_keeps_a_bounded_memory_until_it_ends(drafter):
     made = DraftRequest("long", [9] * 5000, [9])
     drafter.start(made)
     drafter.propose([made], 8)
-    rule = SHAPE.source_tokens
-    entries = rule * SHAPE.decoder_layers * 2
+    entries = (SHAPE.source_tokens + SHAPE.window) * SHAPE.decoder_layers * 2
     assert made.state.memory.nbytes == (entries + 1) * SHAPE.width * 4
     drafter.finish(made, completed=False)
     assert made.state is None
@@ -269,9 +268,9 @@ def test_a_shared_encoder_reads_a_prompt_once_and_what_was_written_in_each_step(
         (tree,) = drafter.propose([made], 8)
         assert len(tree)
     # Of [5, 6, 12, 10, 7] what is behind the template's first tokens; the last one is unread.
-    assert asked == [(2, 5), (5, 5), (5, 6), (5, 7)]
+    assert asked == [(2, 5), (5, 5), (5, 6), (6, 7)]
     assert drafter.counters["sources"] == 1 and drafter.counters["source_tokens"] == 3
-    assert made.state.memory.keys_values.shape[3] == 3
+    assert made.state.memory.count == 3 + 2
     made.output.extend([12] * 40)
     drafter.propose([made], 8)
     assert asked[-1] == (5 + 42 - SHAPE.window, 5 + 42)

@@ -320,7 +320,7 @@ def test_encoding_is_timed_for_both_kinds(tmp_path):
 
 
 def test_what_was_written_is_data_that_a_drafter_is_trained_on(tmp_path, monkeypatch):
-    target = TargetModel("m", "0" * 16, 50, (END,), None)
+    target = TargetModel("m", "0" * 16, 50, (END,), 2, None)
     monkeypatch.setattr(specdec_training, "load_target", lambda model: target)
     path = tmp_path / "d.jsonl"
     write_data(path, "m", [Written([5, 6], [7, 8, 9], "a"), Written([5], [7], "b")])
@@ -378,7 +378,7 @@ def test_a_quick_run_trains_both_and_a_given_drafter_is_not_trained(monkeypatch,
 
 
 def test_what_was_distilled_before_is_read(monkeypatch, tmp_path):
-    target = TargetModel("m", "0" * 16, 0x110000, (), None)
+    target = TargetModel("m", "0" * 16, 0x110000, (), 2, None)
     monkeypatch.setattr(specdec_training, "load_target", lambda m: target)
     monkeypatch.setattr(specdec_training, "tokenizer", lambda m: Letters())
     written = {
@@ -448,7 +448,9 @@ def test_a_whole_run_with_drafters_that_were_trained_here(better, servers, monke
         "scripts.lib.specdec_asking.server_template": lambda: PAIR.template,
         "scripts.lib.specdec_training.train": train,
         "scripts.lib.specdec_training.read_lines": lambda path: ["a b", "c d", "e f"],
-        "scripts.lib.specdec_training.load_target": lambda m: TargetModel(m, "0" * 16, 9, (), None),
+        "scripts.lib.specdec_training.load_target": lambda m: TargetModel(
+            m, "0" * 16, 9, (), 2, None
+        ),
         "scripts.lib.specdec_shared._drafted_s": lambda url: next(seconds),
         "scripts.lib.specdec_shared.encode_seconds": lambda folder: len(folder.name),
     }.items():
