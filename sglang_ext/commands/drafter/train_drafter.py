@@ -29,6 +29,7 @@ from sglang_ext.commands.drafter.training_arguments import (
     in_bf16,
     progress_bar,
     read_data,
+    sharing_cores,
 )
 
 _NO_WEIGHTS = "0" * 64
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     target = load_target(args.model)
     data = read_data(args, target)
     rule = source_rule(data, shape.source_tokens)
-    with _states(args, data, rule) as (states, kind):
+    with sharing_cores(args), _states(args, data, rule) as (states, kind):
         trained = _train(args, shape, target, data, rule, kind, states)
     scores = trained.scores["accepted_per_step"]
     held = trained.scores["held_out"]

@@ -16,6 +16,7 @@ from sglang_ext.commands.drafter.training_arguments import (
     in_bf16,
     progress_bar,
     read_data,
+    sharing_cores,
 )
 from sglang_ext.mirror.executor_settings import check_tokenizer
 from sglang_ext.mirror.lm_loading import DraftModelError, load
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     try:
-        scores = _trained(args, target, learned, held, data)
+        with sharing_cores(args):
+            scores = _trained(args, target, learned, held, data)
     except (models.ModelError, DraftModelError, StreamsError, ArithmeticError, ValueError) as error:
         raise BlockDrafterError(str(error)) from None
     if not (args.out / NAME).exists():

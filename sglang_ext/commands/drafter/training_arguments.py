@@ -41,6 +41,24 @@ def check_training(args: argparse.Namespace) -> None:
             raise BlockDrafterError("--device cuda: torch finds no such device here")
 
 
+@contextlib.contextmanager
+def sharing_cores(args: argparse.Namespace) -> Iterator[None]:
+    """Threads that wait give way while other programs use the processors, a server's too."""
+    end = None
+    if args.device == "cpu":
+        from sglang_ext.cpu.shared_cores import watch_cores
+
+        try:
+            end = watch_cores()
+        except ValueError as error:  # SGLANG_EXT_CPU_SHORT_WAITS
+            raise BlockDrafterError(str(error)) from None
+    try:
+        yield
+    finally:
+        if end is not None:
+            end.set()
+
+
 def in_bf16(args: argparse.Namespace) -> bool:
     """Whether products are computed in bfloat16: by default where the device is faster in it."""
     if args.precision != "auto":
