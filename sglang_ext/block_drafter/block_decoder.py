@@ -48,12 +48,15 @@ class BlockDecoder:
             slots: float[n, 1 + block, width], of BlockModel.slots_of; may be written to.
             memories: of each request.
         """
-        hidden = self._run_compiled(slots, memories) if self._compiled else slots
-        if not self._compiled:
-            kept, read = _together([memory.entries for memory in memories])
-            for number, layer in enumerate(self._layers):
-                hidden = layer.run(hidden, kept[:, number], read, self._heads)
+        run = self._run_compiled if self._compiled else self._run_in_torch
+        hidden = run(slots, memories)
         return normed(hidden[:, 1:], self._norm)
+
+    def _run_in_torch(self, slots: torch.Tensor, memories: Sequence[RequestMemory]) -> torch.Tensor:
+        kept, read = _together([memory.entries for memory in memories])
+        for number, layer in enumerate(self._layers):
+            slots = layer.run(slots, kept[:, number], read, self._heads)
+        return slots
 
     def _run_compiled(self, slots: torch.Tensor, memories: Sequence[RequestMemory]) -> torch.Tensor:
         hidden = slots.contiguous()

@@ -12,27 +12,28 @@ from sglang_ext.block_drafter.training_data import Example, TrainingData, source
 def keep_recorded(data: TrainingData, layer: int, rule: SourceRule) -> TargetStates | None:
     """Leave out the examples without recorded states, and say what the others' are.
 
-    None: there are none of this layer, and nothing was left out.
+    None: there are none of this layer, or of several ones; nothing was left out.
 
     Args:
         layer: behind so many layers; 0: whatever was recorded.
     """
-    wanted = {s.layer for s in data.recorded if not layer or s.layer == layer}
-    if len(wanted) != 1:
+    places = [example.states for example in data.examples]
+    kinds = {at.kind for at in places if at is not None and layer in (0, at.kind.layer)}
+    if len(kinds) != 1:
         return None
-    found = next(s for s in data.recorded if s.layer in wanted)
-    kept = [example for example in data.examples if _reaches(example, rule)]
+    (kind,) = kinds
+    kept = [example for example in data.examples if _has_states(example, kind, rule)]
     if not kept:
         return None
     data.left_out += len(data.examples) - len(kept)
     data.examples[:] = kept
-    return found
+    return kind
 
 
-def _reaches(example: Example, rule: SourceRule) -> bool:
+def _has_states(example: Example, kind: TargetStates, rule: SourceRule) -> bool:
     """Whether all states that are learned from were recorded."""
     at = example.states
-    if at is None:
+    if at is None or at.kind != kind:
         return False
     end = len(example.prompt) + len(example.output) - 1
     return at.begin <= source_span(example.prompt, rule).start and at.begin + at.count >= end

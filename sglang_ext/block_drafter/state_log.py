@@ -121,9 +121,8 @@ def _read_index(folder: Path) -> Records | None:
             if content is None:
                 break
             try:
-                at = StatesAt(
-                    folder / _STATES, content["begin"], content["first"], content["count"]
-                )
+                place = content["begin"], content["first"], content["count"]
+                at = StatesAt(folder / _STATES, states, *place)
                 number = int(content["number"])
             except (KeyError, TypeError, ValueError):
                 raise BlockDrafterError(f"{path} is damaged: {content} is no record") from None

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.block_drafter.shapes import TargetStates
+
 States = npt.NDArray[np.float16]
 
 
@@ -20,11 +22,13 @@ class StatesAt:
 
     Attributes:
         path: the file of float16 rows.
+        kind: what these are.
         begin: the token of the prompt with which they begin.
         first, count: the row of that token, and how many rows there are.
     """
 
     path: Path
+    kind: TargetStates
     begin: int
     first: int
     count: int

@@ -21,7 +21,6 @@ import numpy.typing as npt
 from datastores import DEFAULT_NAMESPACE, Datastore, DatastoreError
 from datastores.segment import documents_of
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, SourceRule
-from sglang_ext.block_drafter.shapes import TargetStates
 from sglang_ext.block_drafter.state_log import folder_of, read_records
 from sglang_ext.block_drafter.states_on_disk import StatesAt
 from sglang_ext.block_drafter.target_models import TargetModel
@@ -61,7 +60,6 @@ class TrainingData:
         origin: where they come from.
         left_out: examples beyond the limit of tokens.
         whole_prompts: False: of the prompts there are only the last tokens.
-        recorded: what states of the target were recorded of some examples, file by file.
     """
 
     origin: str
@@ -69,7 +67,6 @@ class TrainingData:
     left_out: int = 0
     whole_prompts: bool = True
     tokens: int = 0
-    recorded: list[TargetStates] = field(default_factory=list)
 
     def add(self, example: Example, most_tokens: int) -> None:
         """Take an example, unless there are too many tokens already or it has no output."""
@@ -169,8 +166,6 @@ def _read_into(
 ) -> None:
     check_header(path, file.readline(), target)
     records = read_records(folder_of(path))
-    if records is not None:
-        data.recorded.append(records.states)
     places = {} if records is None else records.places
     for number, line in enumerate(file, 2):
         if line.endswith("\n"):  # else it is being written, or was when it was killed

@@ -115,13 +115,26 @@ def test_examples_whose_states_begin_too_late_are_left_out(tmp_path):
     assert len(rule.before) == 2 and data.examples[0].prompt[2] == FIRST
 
     def at(begin: int, count: int) -> StatesAt:
-        return StatesAt(tmp_path / "states.f16", begin, 0, count)
+        return StatesAt(tmp_path / "states.f16", STATES, begin, 0, count)
 
     places = [at(2, length - 2), at(0, length), at(3, length - 3), at(2, length - 3), None]
     data.examples[:] = [
         replace(example, states=place)
         for example, place in zip(data.examples, places, strict=False)
     ]
-    data.recorded.append(STATES)
     assert keep_recorded(data, 3, rule) == STATES
     assert [example.states for example in data.examples] == places[:2] and data.left_out == 3
+
+
+def test_states_of_another_layer_are_not_learned_from(tmp_path):
+    data = repeating(20)
+    rule = source_rule(data, 16)
+    length = len(data.examples[0].prompt) + len(data.examples[0].output) - 1
+    other = replace(STATES, layer=2)
+    data.examples[:] = [
+        replace(each, states=StatesAt(tmp_path / "s", STATES if n % 2 else other, 0, 0, length))
+        for n, each in enumerate(data.examples)
+    ]
+    assert keep_recorded(data, 0, rule) is None and len(data.examples) == 20
+    assert keep_recorded(data, 2, rule) == other and len(data.examples) == 10
+    assert {each.states.kind for each in data.examples} == {other}
