@@ -10,12 +10,13 @@ in ten of these.
 """
 
 import argparse
-import gzip
 import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from scripts.lib.ssbd_streams import read_lines
 
 # Words at which sentences are joined: the most frequent ones.
 _PIVOTS = 64
@@ -35,11 +36,9 @@ def main() -> int:
     add("--out", type=Path, required=True, metavar="FILE")
     add("--seed", type=int, default=1, metavar="N", help="[%(default)s]")
     options = parser.parse_args()
-    opened = gzip.open if options.sources.suffix == ".gz" else open
     try:
-        with opened(options.sources, "rt", encoding="utf-8") as file:
-            sentences = [line.strip() for line in file]
-    except (OSError, UnicodeDecodeError) as error:
+        sentences = read_lines(options.sources)
+    except (OSError, ValueError) as error:
         parser.error(f"--sources {options.sources}: {error}")
     made = list(joined(sentences, options.count, options.seed))
     options.out.write_text("".join(f"{line}\n" for line in made), encoding="utf-8")
