@@ -10,16 +10,12 @@ from torch import nn
 
 from sglang_ext.block_drafter import decoder_kernel
 from sglang_ext.block_drafter.nat_model import BlockModel
+from sglang_ext.block_drafter.packed_linear import PackedLinear, packed
 from sglang_ext.block_drafter.request_memory import RequestMemory
 from sglang_ext.block_drafter.served_layers import DecoderLayer, normed
-from sglang_ext.cpu.group_weights import GROUP, grouped
 
-_BITS = 8
 # Rows up to which a thread alone is quicker: others sleep between a target's passes.
 _FEW_ROWS = 16
-
-# Levels, scales and factor of a weight (group_weights.py), and a bias.
-_Weight = tuple[np.ndarray, np.ndarray, np.float32, np.ndarray]
 
 
 class BlockDecoder:
@@ -32,8 +28,8 @@ class BlockDecoder:
     def __init__(self, model: BlockModel, int8: bool) -> None:
         self._heads, self._norm = model.shape.heads, model.decoder.norm
         self._layers = [DecoderLayer(layer, int8) for layer in model.decoder.layers]
-        packed = [_packed_layer(layer) for layer in model.decoder.layers] if int8 else [None]
-        self._packed = [layer for layer in packed if layer is not None]
+        made = [_packed_layer(layer) for layer in model.decoder.layers] if int8 else []
+        self._packed = [layer for layer in made if layer is not None]
         self._compiled = len(self._packed) == len(self._layers)
         self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
 
@@ -78,21 +74,19 @@ class _PackedLayer(NamedTuple):
 
     norms: np.ndarray
     epsilon: np.float32
-    qkv: _Weight
-    out: _Weight
-    query: _Weight
-    cross_out: _Weight
-    first: _Weight
-    second: _Weight
+    qkv: PackedLinear
+    out: PackedLinear
+    query: PackedLinear
+    cross_out: PackedLinear
+    first: PackedLinear
+    second: PackedLinear
 
 
 def _packed_layer(layer: nn.TransformerDecoderLayer) -> _PackedLayer | None:
-    """None where 8 bits do not fit: a width of no whole groups, or weights as the log tells."""
+    """None where 8 bits do not fit, as `packed` has it."""
     own, cross, width = layer.self_attn, layer.multihead_attn, layer.self_attn.embed_dim
-    if width % GROUP or layer.linear1.out_features % GROUP:
-        return None
     made = [
-        _packed(weight, bias)
+        packed(weight, bias)
         for weight, bias in (
             (own.in_proj_weight, own.in_proj_bias),
             (own.out_proj.weight, own.out_proj.bias),
@@ -111,13 +105,6 @@ def _packed_layer(layer: nn.TransformerDecoderLayer) -> _PackedLayer | None:
     return _PackedLayer(
         torch.stack(norms).detach().float().numpy(), np.float32(layer.norm1.eps), *weights
     )
-
-
-def _packed(weight: torch.Tensor, bias: torch.Tensor) -> _Weight | None:
-    made = grouped(weight, _BITS)
-    if made is None:
-        return None
-    return made.levels, made.scales, np.float32(made.factor), bias.detach().float().numpy()
 
 
 def _together(entries: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -7,7 +7,7 @@ search goes from place to place for a whole batch, behind each request's likelie
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -19,8 +19,8 @@ from torch.nn.functional import embedding_bag, linear
 from sglang_ext.block_drafter import path_kernel
 from sglang_ext.block_drafter.kept_tokens import UNKNOWN
 from sglang_ext.block_drafter.nat_model import EARLIER, BlockModel
+from sglang_ext.block_drafter.packed_linear import PackedLinear, packed
 from sglang_ext.block_drafter.served_layers import linear_of, normed
-from sglang_ext.cpu.group_weights import GROUP, GroupWeight, grouped
 from sglang_ext.tree import NO_PARENT
 
 Rows = npt.NDArray[np.int64]
@@ -28,7 +28,6 @@ Logprobs = npt.NDArray[np.float32]
 
 # A path that is less likely costs more than it brings, whatever a step takes.
 _HOPELESS = math.log(0.01)
-_BITS = 8
 
 # Paths that are followed, as path_kernel.go_on has them.
 _Beam = tuple[Rows, Rows, Logprobs, Rows]
@@ -156,23 +155,18 @@ class _Plain:
 class _Compiled:
     """The search as path_kernel has it, in 8 bits."""
 
-    def __init__(
-        self, model: BlockModel, of_earlier: torch.Tensor, out: GroupWeight, output: GroupWeight
-    ) -> None:
-        """of_earlier: of `_by_row`; out, output: the layers of these names, packed."""
+    def __init__(self, of_earlier: torch.Tensor, out: PackedLinear, output: PackedLinear) -> None:
+        """of_earlier: of `_by_row`; out, output: the layers of these names."""
         self._of_earlier = of_earlier.numpy()
-        self._out = _packed(out, model.path.out.bias)
-        self._output = _packed(output, model.output_bias)
+        self._out, self._output = out, output
         self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
 
     @classmethod
     def of(cls, model: BlockModel, of_earlier: torch.Tensor) -> "_Compiled | None":
-        """None where 8 bits do not fit: a width of no whole groups, or weights as the log tells."""
-        if model.shape.width % GROUP:
-            return None
-        out = grouped(model.path.out.weight, _BITS)
-        output = grouped(model.output_weight, _BITS)
-        return None if out is None or output is None else cls(model, of_earlier, out, output)
+        """None where 8 bits do not fit, as `packed` has it."""
+        out = packed(model.path.out.weight, model.path.out.bias)
+        output = packed(model.output_weight, model.output_bias)
+        return None if out is None or output is None else cls(of_earlier, out, output)
 
     def __call__(self, asked: _Asked, found: "_Found") -> None:
         """Add to `found` what may follow; as path_kernel.search."""
@@ -181,12 +175,6 @@ class _Compiled:
             places.numpy(), known.numpy(), *others, self._of_earlier, self._out, self._output,
             UNKNOWN, found, self._threads,
         )  # fmt: skip
-
-
-def _packed(weight: GroupWeight, bias: torch.Tensor) -> tuple[Any, ...]:
-    """As path_kernel.search takes a layer."""
-    added = bias.detach().float().numpy()
-    return weight.levels, weight.scales, np.float32(weight.factor), added
 
 
 def _by_row(embedding: nn.Embedding, norm: nn.LayerNorm, of_earlier: nn.Linear) -> torch.Tensor:
