@@ -7,7 +7,6 @@ target is to be drafted for by greedy decoding.
 import asyncio
 import functools
 import gzip
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ import httpx
 
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
 from sglang_ext.block_drafter.target_models import TargetModel
-from sglang_ext.block_drafter.training_data import check_header, header
+from sglang_ext.block_drafter.training_data import check_header, header, shared_tokens
 
 PLACEHOLDER = "{source}"
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
@@ -213,9 +212,8 @@ class Distillation:
         """How many tokens the chat template has before any message: nothing learns from these."""
         if self._wanted.raw:
             return 0
-        first, second = self._target.encode_chat("a"), self._target.encode_chat("Z")
-        pairs = zip(first, second, strict=False)
-        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        chats = [self._target.encode_chat(text) for text in ("a", "Z")]
+        return shared_tokens(chats, range(min(map(len, chats))))
 
     def _output(self, response: httpx.Response) -> list[int]:
         """Token ids with the one that ended them."""

@@ -212,8 +212,8 @@ def source_rule(data: TrainingData, most_tokens: int) -> SourceRule:
     if len(prompts) < 2:
         return SourceRule(most_tokens=most_tokens)
     shortest = min(map(len, prompts))
-    before = _shared(prompts, range(min(shortest, _LONGEST_TEMPLATE)))
-    after = _shared(prompts, range(-1, -1 - min(shortest - before, _LONGEST_TEMPLATE), -1))
+    before = shared_tokens(prompts, range(min(shortest, _LONGEST_TEMPLATE)))
+    after = shared_tokens(prompts, range(-1, -1 - min(shortest - before, _LONGEST_TEMPLATE), -1))
     first = prompts[0].tolist()
     return SourceRule(tuple(first[:before]), tuple(first[len(first) - after :]), most_tokens)
 
@@ -284,7 +284,7 @@ def _newest(store: Datastore, namespace: str) -> Iterator[Tokens]:
             yield document.tokens
 
 
-def _shared(prompts: list[Tokens], places: Iterable[int]) -> int:
+def shared_tokens(prompts: Sequence[Sequence[int] | Tokens], places: Iterable[int]) -> int:
     """At how many places, from the first on, all prompts have one token."""
     shared = 0
     for at in places:
