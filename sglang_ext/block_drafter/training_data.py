@@ -11,7 +11,7 @@ A file of `sglang-ext drafter distill`, JSON lines: a header, then an output a l
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -43,6 +43,7 @@ class Example:
         prompt: int32[p], the whole prompt, or the source itself where `is_source`.
         output: int32[n], with the token that ended it; without one it was cut.
         states: of the target, recorded as it was written; None: they were not.
+        held_out: it was named as one that training is judged by.
     """
 
     prompt: Tokens
@@ -50,6 +51,7 @@ class Example:
     is_source: bool = False
     namespace: str = DEFAULT_NAMESPACE
     states: StatesAt | None = None
+    held_out: bool = False
 
 
 @dataclass
@@ -79,6 +81,11 @@ class TrainingData:
         self.examples.append(example)
         self.tokens += size
 
+    def hold_out(self, others: "TrainingData") -> None:
+        """Judge training by these examples, instead of by a part of its own."""
+        self.examples += [replace(example, held_out=True) for example in others.examples]
+        self.left_out += others.left_out
+
     def namespaces(self) -> dict[str, int]:
         """Output tokens by namespace."""
         found: dict[str, int] = {}
@@ -102,6 +109,8 @@ class TrainingData:
         for example in self.examples:
             for tokens in (example.prompt, example.output):
                 found.update(len(tokens).to_bytes(8, "little") + tokens.tobytes())
+            if example.held_out:
+                found.update(b"held out")
         return found.hexdigest()[:16]
 
 

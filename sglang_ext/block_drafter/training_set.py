@@ -94,6 +94,8 @@ def make_training_set(
 ) -> TrainingSet:
     """Choose the kept tokens, and hold out every example of some sources.
 
+    Those of the examples that were named as held out; where none was, 2% of them, by a hash.
+
     Args:
         states: of the target, by example; the sources' tokens are not read then.
 
@@ -101,7 +103,7 @@ def make_training_set(
         BlockDrafterError: there are too few different sources.
     """
     sources = [example_source(example, rule) for example in data.examples]
-    held = _held_out(sources)
+    learned_from, held = _divided(data.examples, [_digest(source) for source in sources])
     kept = KeptTokens.most_frequent(
         _counts(sources, vocab_size),
         _counts([example.output for example in data.examples], vocab_size),
@@ -111,8 +113,7 @@ def make_training_set(
     )
     read = _rows(sources, kept) if states is None else None
     learned, kept_back = (
-        _pairs(data.examples, read, states, kept, [i for i in range(len(held)) if held[i] is part])
-        for part in (False, True)
+        _pairs(data.examples, read, states, kept, part) for part in (learned_from, held)
     )
     return TrainingSet(kept, learned, kept_back)
 
@@ -153,17 +154,32 @@ def _pairs(
     return Pairs(outputs, found, states, which)
 
 
-def _held_out(sources: Sequence[npt.NDArray[np.int32]]) -> list[bool]:
-    """Which examples are held out: all of a source, so that none of them was learned from."""
-    digests = [hashlib.blake2b(s.tobytes(), digest_size=8).digest() for s in sources]
+def _digest(source: npt.NDArray[np.int32]) -> bytes:
+    return hashlib.blake2b(source.tobytes(), digest_size=8).digest()
+
+
+def _divided(examples: Sequence[Example], digests: Sequence[bytes]) -> tuple[list[int], list[int]]:
+    """Which examples are learned from, and which are held out.
+
+    All of a source are on one side. Those held out are in the order of a hash, so that the first of
+    them are some of all kinds.
+
+    Args:
+        digests: of each example's source.
+    """
     different = sorted(set(digests))
     if len(different) < _LEAST:
         raise BlockDrafterError(
             f"the data has {len(different)} different sources; training needs {_LEAST} or more"
         )
+    named = {digest for e, digest in zip(examples, digests, strict=True) if e.held_out}
     many = min(_MOST_HELD_OUT, max(2, round(_HELD_OUT_PART * len(different))))
-    chosen = set(different[:many])
-    return [digest in chosen for digest in digests]
+    chosen = named or set(different[:many])
+    held = sorted((d, i) for i, d in enumerate(digests) if d in chosen)
+    learned = [i for i, digest in enumerate(digests) if digest not in chosen]
+    if not learned:
+        raise BlockDrafterError("every source of the data is held out: there is none to learn from")
+    return learned, [i for _, i in held]
 
 
 def _counts(sequences: Sequence[npt.NDArray[np.int32]], vocab_size: int) -> Rows:

@@ -146,6 +146,15 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     train.add_argument(
         "--namespaces", type=names, default=(), help="of the datastore, as a,b [all of them]"
     )
+    train.add_argument(
+        "--held-out",
+        metavar="FILE",
+        type=Path,
+        nargs="+",
+        default=(),
+        help="outputs by which it is judged, as --data; their sources are not learned from "
+        "[2%% of the data]",
+    )
     train.add_argument("--model", metavar="TARGET", required=True, help=_TARGET_HELP)
     train.add_argument("--out", metavar="DIR", type=Path, required=True)
     train.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

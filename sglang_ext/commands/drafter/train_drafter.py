@@ -65,6 +65,10 @@ def _states(
     check_examples(data)
     recorded = keep_recorded(data, args.encoder_layer, rule)
     if recorded is not None:
+        if args.held_out and not any(example.held_out for example in data.examples):
+            raise BlockDrafterError(
+                "--data has states and --held-out has none: `drafter distill --states` them too"
+            )
         with closing(recorded_states(data.examples, rule, recorded)) as states:
             yield states, recorded
         return

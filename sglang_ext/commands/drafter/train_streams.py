@@ -125,16 +125,22 @@ def _recipe(args: argparse.Namespace) -> StreamRecipe:
 
 def _divided(examples: Sequence[Example], streams: int) -> tuple[list[Passage], list[Passage]]:
     """Passages to learn from, and those held out; equal texts are on one side."""
-    texts = {}
+    texts: dict[str, tuple[list[int], list[int]]] = {}
+    named = set()
     for example in examples:
         key = example.prompt.tobytes() + b"|" + example.output.tobytes()
         digest = hashlib.blake2b(key, digest_size=8).hexdigest()
         texts[digest] = (example.prompt.tolist(), example.output.tolist())
-    passages = passages_of([texts[digest] for digest in sorted(texts)], streams)
-    if len(passages) < _LEAST:
+        if example.held_out:
+            named.add(digest)
+    learned = passages_of([texts[d] for d in sorted(texts) if d not in named], streams)
+    held = passages_of([texts[d] for d in sorted(named)], streams)[:_MOST_HELD_OUT]
+    if len(learned) + len(held) < _LEAST or not learned or (named and not held):
         raise BlockDrafterError(
-            f"the data has {len(passages)} different outputs of more than {streams} tokens; "
-            f"training needs {_LEAST} or more"
+            f"the data has {len(learned)} different outputs of more than {streams} tokens to learn "
+            f"from and {len(held)} held out; training needs {_LEAST} or more"
         )
-    held = min(_MOST_HELD_OUT, max(2, round(_HELD_OUT_PART * len(passages))))
-    return passages[held:], passages[:held]
+    if held:
+        return learned, held
+    many = min(_MOST_HELD_OUT, max(2, round(_HELD_OUT_PART * len(learned))))
+    return learned[many:], learned[:many]

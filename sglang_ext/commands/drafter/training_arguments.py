@@ -13,14 +13,18 @@ from sglang_ext.block_drafter.training_data import TrainingData, read_datastore,
 
 
 def read_data(args: argparse.Namespace, target: TargetModel) -> TrainingData:
-    """What `--data` or `--datastore` names.
+    """What `--data` or `--datastore` names, and `--held-out`.
 
     Raises:
         BlockDrafterError: it cannot be read, or is of another target.
     """
     if args.data:
-        return read_files(args.data, target, args.most_tokens)
-    return read_datastore(args.datastore, target, args.most_tokens, args.namespaces)
+        data = read_files(args.data, target, args.most_tokens)
+    else:
+        data = read_datastore(args.datastore, target, args.most_tokens, args.namespaces)
+    if args.held_out:
+        data.hold_out(read_files(args.held_out, target, args.most_tokens))
+    return data
 
 
 def check_training(args: argparse.Namespace) -> None:

@@ -135,6 +135,30 @@ def test_held_out_sources_are_not_learned_from():
     assert made.learned.source_lengths().tolist() == [2] * len(made.learned)
 
 
+def test_examples_that_are_named_as_held_out_judge_and_their_sources_are_not_learned_from():
+    data, others = repeating(60), repeating(20)
+    data.hold_out(others)
+    made, _ = training_set(data)
+    learned, held = (
+        {rows.tobytes() for rows in part.read(range(len(part))).sources}
+        for part in (made.learned, made.held_out)
+    )
+    assert (len(learned), len(held)) == (40, 20) and not learned & held
+    assert len(made.held_out) == 40  # of both
+    alone = repeating(20)
+    alone.hold_out(others)
+    with pytest.raises(BlockDrafterError, match="every source of the data is held out"):
+        training_set(alone)
+
+
+def test_the_first_held_out_examples_are_of_all_files():
+    data = repeating(100)
+    data.hold_out(repeating(64))
+    made, _ = training_set(data)
+    first = {int(rows[0]) for rows in made.held_out.outputs[:32]}
+    assert len(first) > 8  # of 16 tokens that outputs repeat, four in 64 of each, in order
+
+
 def test_blocks_stand_behind_random_prefixes_and_end_with_the_output():
     rng = np.random.default_rng(0)
     outputs = [np.arange(10, 19), np.array([7])]

@@ -12,9 +12,10 @@ from sglang_ext.block_drafter.recorded_states import keep_recorded, recorded_sta
 from sglang_ext.block_drafter.shapes import TargetStates
 from sglang_ext.block_drafter.state_log import StateLog, folder_of, read_records
 from sglang_ext.block_drafter.states_on_disk import StatesAt
+from sglang_ext.block_drafter.target_models import load_target
 from sglang_ext.block_drafter.training_data import header, read_files, source_rule
 from tests.unit.block_drafter.toy_drafters import FIRST, repeating
-from tests.unit.commands.test_drafter_commands import make_target
+from tests.unit.commands.test_drafter_commands import error_of, make_target
 
 STATES = TargetStates(layer=3, width=8)
 RNG = np.random.default_rng(0)
@@ -79,8 +80,6 @@ def test_another_layers_folder_is_refused(tmp_path):
 
 def test_training_reads_what_was_recorded_of_several_files(tmp_path):
     target = make_target(tmp_path / "parrot", ["say", "a", "b", "c"])
-    from sglang_ext.block_drafter.target_models import load_target
-
     loaded = load_target(target)
     states = {}
     for name, numbers in (("one", range(5)), ("two", range(10, 16))):
@@ -138,3 +137,15 @@ def test_states_of_another_layer_are_not_learned_from(tmp_path):
     assert keep_recorded(data, 0, rule) is None and len(data.examples) == 20
     assert keep_recorded(data, 2, rule) == other and len(data.examples) == 10
     assert {each.states.kind for each in data.examples} == {other}
+
+
+def test_held_out_outputs_without_states_beside_data_with_them_are_refused(tmp_path, capsys):
+    target = make_target(tmp_path / "parrot", ["say", *"abcdefghijkl"])
+    path, held = tmp_path / "data.jsonl", tmp_path / "held.jsonl"
+    lines = [{"n": n, "prompt": [3, 4 + n, 4], "output": [4 + n, 1]} for n in range(12)]
+    head = json.dumps(header(load_target(target))) + "\n"
+    path.write_text(head + "".join(json.dumps(line) + "\n" for line in lines))
+    held.write_text(head + json.dumps(lines[0]) + "\n")
+    log_of(folder_of(path), {n: (1, rows(3)) for n in range(12)})
+    given = ["--model", target, "--data", path, "--held-out", held, "--out", tmp_path / "d"]
+    assert "--held-out has none" in error_of(capsys, "train", "--encoder", "target", *given)

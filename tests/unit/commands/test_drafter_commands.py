@@ -139,6 +139,31 @@ def test_a_target_writes_what_a_drafter_is_made_of(tmp_path, target, url, capsys
     assert "none was trained on outputs of 'tenant-b'" in capsys.readouterr().out
 
 
+def test_training_is_judged_by_the_outputs_that_are_named(tmp_path, target, url, capsys):
+    assert distil(tmp_path, target, url) == 0
+    head, *outputs = (tmp_path / "data.jsonl").read_text().splitlines(keepends=True)
+    held, other = tmp_path / "held.jsonl", tmp_path / "other.jsonl"
+    held.write_text(head + "".join(outputs[:7]))
+    other.write_text(head + "".join(outputs[7:]))
+    asked = ["train", "--model", target, "--held-out", held, "--data"]
+    assert run("drafter", *asked, other, "--out", tmp_path / "made", *QUICK) == 0
+    said = capsys.readouterr()
+    assert "33 outputs, 7 held out" in said.err and "on 7 held-out outputs" in said.out
+    nothing = error_of(capsys, *asked, held, "--out", tmp_path / "d", *QUICK)
+    assert "7 different sources" in nothing
+
+    draft = write_lm(tmp_path / "draft", "llama", vocab_size=VOCAB_SIZE)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(target) / name, draft)
+    streams = ["--kind", "streaming", "--draft-model", draft, "--streams", 2, "--steps", 40]
+    streams += ["--evaluate", 10, "--learning-rate", 0.02, "--rank", 4, "--out", tmp_path / "s"]
+    assert run("drafter", *asked, other, *streams) == 0
+    assert "foreseen in 7 held-out outputs" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "s")
+    nothing = error_of(capsys, *asked, held, *streams)
+    assert "0 different outputs of more than 2 tokens to learn from and 7 held out" in nothing
+
+
 def test_streams_of_a_draft_model_are_trained_shown_and_loaded(tmp_path, target, url, capsys):
     assert distil(tmp_path, target, url, "--namespace", "tenant-a") == 0
     draft = write_lm(tmp_path / "draft", "llama", vocab_size=VOCAB_SIZE)
