@@ -7,19 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
+from sglang_ext.block_drafter.recipes import LoopRecipe, Recipe, StreamRecipe
 from sglang_ext.block_drafter.shapes import SHAPES
 from sglang_ext.commands.arguments import minutes, names, whole_number
 
 ERROR = 2
-# Of what is trained, by --kind, where the kinds differ.
-DEFAULTS: dict[str, dict[str, float]] = {
-    "block": {
-        "steps": 20_000, "batch": 32, "learning_rate": 2e-3, "warmup": 400, "evaluate": 250,
-    },
-    "streaming": {
-        "steps": 1000, "batch": 4, "learning_rate": 1e-3, "warmup": 50, "evaluate": 50,
-    },
-}  # fmt: skip
+# By --kind; options that are not given are these fields.
+RECIPES: dict[str, LoopRecipe] = {"block": Recipe(), "streaming": StreamRecipe()}
 _TARGET_HELP = "the target: a name of `sglang-ext models list`, a path or a hub id"
 
 _DISTILL = """\
@@ -137,7 +131,7 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description=_TRAIN,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    train.add_argument("--kind", choices=tuple(DEFAULTS), default="block")
+    train.add_argument("--kind", choices=tuple(RECIPES), default="block")
     what = train.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--data", metavar="FILE", type=Path, nargs="+", help="written by `drafter distill`"
@@ -218,34 +212,23 @@ def _add_streaming(train: argparse.ArgumentParser) -> None:
 def _add_recipe(train: argparse.ArgumentParser) -> None:
     """How long and how fast it learns."""
 
-    def shown(name: str) -> str:
-        return " [" + ", ".join(f"{kind} {of[name]:g}" for kind, of in DEFAULTS.items()) + "]"
+    def add(name: str, kind: Callable[[str], float], text: str, metavar: str | None = None) -> None:
+        field = name[2:].replace("-", "_")
+        defaults = {k: getattr(recipe, field, None) for k, recipe in RECIPES.items()}
+        shown = ", ".join(f"{k} {value:g}" for k, value in defaults.items() if value is not None)
+        train.add_argument(name, type=kind, help=f"{text} [{shown}]", metavar=metavar)
 
-    train.add_argument("--steps", type=whole_number, help="most" + shown("steps"))
-    train.add_argument(
-        "--minutes", type=minutes, default=0.0, help="most, in all; 0: no limit [%(default)g]"
-    )
-    train.add_argument("--batch", type=whole_number, help="outputs in a step" + shown("batch"))
-    train.add_argument("--learning-rate", type=float, help="the highest" + shown("learning_rate"))
-    train.add_argument("--warmup", type=whole_number, help="steps" + shown("warmup"))
-    train.add_argument(
-        "--dropout", type=float, default=0.1, help="of a block drafter [%(default)g]"
-    )
-    train.add_argument(
-        "--glancing", type=float, default=0.0, metavar="PART",
-        help="of the tokens that a first pass of a block drafter gets wrong, so many are shown "
-        "[%(default)g]",
-    )  # fmt: skip
-    train.add_argument(
-        "--evaluate", type=whole_number, help="every so many steps" + shown("evaluate")
-    )
-    train.add_argument(
-        "--patience",
-        type=whole_number,
-        default=10,
-        help="evaluations without a better one that end it [%(default)d]",
-    )
-    train.add_argument("--seed", type=whole_number, default=1, help="[%(default)d]")
+    add("--steps", whole_number, "most")
+    add("--minutes", minutes, "most, in all; 0: no limit")
+    add("--batch", whole_number, "outputs in a step")
+    add("--learning-rate", float, "the highest")
+    add("--warmup", whole_number, "steps")
+    add("--dropout", float, "of layers")
+    wrong = "of the tokens that a first pass of a block drafter gets wrong, so many are shown"
+    add("--glancing", float, wrong, metavar="PART")
+    add("--evaluate", whole_number, "every so many steps")
+    add("--patience", whole_number, "evaluations without a better one that end it")
+    add("--seed", whole_number, "of what is drawn")
 
 
 def _guarded(handler: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -269,9 +252,6 @@ def _distill(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    for name, value in DEFAULTS[args.kind].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
     if args.kind == "streaming":
         from sglang_ext.commands.drafter.train_streams import run as run_streams
 

@@ -16,12 +16,13 @@ from sglang_ext.block_drafter.drafter_manifest import (
     is_drafter_folder,
 )
 from sglang_ext.block_drafter.embedding_start import embedding_start
+from sglang_ext.block_drafter.recipes import Recipe
 from sglang_ext.block_drafter.recorded_states import keep_recorded, recorded_states
 from sglang_ext.block_drafter.shapes import SHAPES, Shape, TargetStates
 from sglang_ext.block_drafter.states_on_disk import StatesOnDisk
 from sglang_ext.block_drafter.target_models import TargetModel, load_target
 from sglang_ext.block_drafter.target_states import StatesReader, check_examples, kept_states
-from sglang_ext.block_drafter.trainer import Progress, Recipe, Trainer
+from sglang_ext.block_drafter.trainer import Progress, Trainer
 from sglang_ext.block_drafter.training_data import TrainingData, source_rule
 from sglang_ext.block_drafter.training_set import make_training_set
 from sglang_ext.commands.drafter.training_arguments import (
@@ -29,6 +30,7 @@ from sglang_ext.commands.drafter.training_arguments import (
     in_bf16,
     progress_bar,
     read_data,
+    recipe_of,
     sharing_cores,
 )
 
@@ -37,13 +39,13 @@ _NO_WEIGHTS = "0" * 64
 
 def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit code."""
-    shape = _shape(args)
+    shape, recipe = _shape(args), _recipe(args)
     _check(args)
     target = load_target(args.model)
     data = read_data(args, target)
     rule = source_rule(data, shape.source_tokens)
     with sharing_cores(args), _states(args, data, rule) as (states, kind):
-        trained = _train(args, shape, target, data, rule, kind, states)
+        trained = _train(args, shape, recipe, target, data, rule, kind, states)
     scores = trained.scores["accepted_per_step"]
     held = trained.scores["held_out"]
     by_k = ", ".join(f"k {k}: {score:.2f}" for k, score in scores.items())
@@ -86,6 +88,7 @@ def _states(
 def _train(
     args: argparse.Namespace,
     shape: Shape,
+    recipe: Recipe,
     target: TargetModel,
     data: TrainingData,
     rule: SourceRule,
@@ -110,7 +113,7 @@ def _train(
         training={} if states is None else {"reading_seconds": round(states.seconds, 1)},
     )
     data.examples.clear()  # as much memory again as the rows that were made of them
-    with progress_bar(args.steps) as show:
+    with progress_bar(recipe.steps) as show:
 
         def tell(progress: Progress) -> None:
             left = f"{progress.left_s / 60:.0f} min left at most"
@@ -120,7 +123,7 @@ def _train(
         start = embedding_start(args.model, made.kept, shape.width)
         if start is None:
             print(f"{args.model}: no embedding to begin at; it begins at random", file=sys.stderr)
-        return Trainer(args.out, made, manifest, _recipe(args), args.device, tell, start).run()
+        return Trainer(args.out, made, manifest, recipe, args.device, tell, start).run()
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -143,20 +146,9 @@ def _shape(args: argparse.Namespace) -> Shape:
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
-    if not 0 <= args.dropout < 1:
-        raise BlockDrafterError(f"--dropout {args.dropout:g}: expected 0 to 1")
-    if not 0 <= args.glancing <= 1:
-        raise BlockDrafterError(f"--glancing {args.glancing:g}: expected 0 to 1")
-    return Recipe(
-        steps=args.steps,
-        sources=args.batch,
-        glancing=args.glancing,
-        learning_rate=args.learning_rate,
-        warmup=args.warmup,
-        dropout=args.dropout,
-        evaluate=args.evaluate,
-        patience=args.patience,
-        minutes=args.minutes,
-        seed=args.seed,
-        bf16=in_bf16(args),
-    )
+    recipe = recipe_of(args, Recipe())
+    if not 0 <= recipe.dropout < 1:
+        raise BlockDrafterError(f"--dropout {recipe.dropout:g}: expected 0 to 1")
+    if not 0 <= recipe.glancing <= 1:
+        raise BlockDrafterError(f"--glancing {recipe.glancing:g}: expected 0 to 1")
+    return recipe

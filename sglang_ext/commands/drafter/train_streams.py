@@ -9,13 +9,14 @@ from dataclasses import asdict, replace
 from sglang_ext import models
 from sglang_ext.block_drafter.checkpoints import FOLDER, Checkpoints
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, target_name
+from sglang_ext.block_drafter.recipes import StreamRecipe
 from sglang_ext.block_drafter.target_models import TargetModel, load_target
 from sglang_ext.block_drafter.training_data import Example, TrainingData
 from sglang_ext.commands.drafter.training_arguments import (
     check_training,
-    in_bf16,
     progress_bar,
     read_data,
+    recipe_of,
     sharing_cores,
 )
 from sglang_ext.mirror.executor_settings import check_tokenizer
@@ -32,7 +33,6 @@ from sglang_ext.mirror.streaming.stream_passages import Passage, passages_of
 from sglang_ext.mirror.streaming.stream_training import (
     Kept,
     StreamProgress,
-    StreamRecipe,
     StreamTrainer,
     fresh_streams,
 )
@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.draft_model:
         raise BlockDrafterError("--kind streaming needs --draft-model, whose streams they are")
     check_training(args)
+    recipe = recipe_of(args, StreamRecipe())
     if (args.out / NAME).exists() and not (args.out / FOLDER).is_dir():
         raise BlockDrafterError(f"{args.out} holds trained streams already: name another folder")
     target = load_target(args.model)
@@ -57,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     )
     try:
         with sharing_cores(args):
-            scores = _trained(args, target, learned, held, data)
-    except (models.ModelError, DraftModelError, StreamsError, ArithmeticError, ValueError) as error:
+            scores = _trained(args, recipe, target, learned, held, data)
+    except (models.ModelError, DraftModelError, StreamsError, ValueError) as error:
         raise BlockDrafterError(str(error)) from None
     if not (args.out / NAME).exists():
         raise BlockDrafterError(
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _trained(
     args: argparse.Namespace,
+    recipe: StreamRecipe,
     target: TargetModel,
     learned: Sequence[Passage],
     held: Sequence[Passage],
@@ -80,7 +82,6 @@ def _trained(
     folder = models.resolve(args.draft_model)
     check_tokenizer(folder, target.tokenizer)
     model = load(folder, "fp32", args.device)
-    recipe = _recipe(args)
     manifest = StreamManifest(
         draft=draft_fingerprint(folder),
         draft_name=target_name(folder),
@@ -99,28 +100,14 @@ def _trained(
     sizes = {"streams": args.streams, "rank": args.rank}
     identity = {"data": data.digest(), "draft": manifest.draft, **sizes}
     kept = Kept(keep, Checkpoints(args.out), identity)
-    made = fresh_streams(model, args.streams, args.rank, args.seed)
-    with progress_bar(args.steps) as show:
+    made = fresh_streams(model, args.streams, args.rank, recipe.seed)
+    with progress_bar(recipe.steps) as show:
 
         def tell(progress: StreamProgress) -> None:
             foreseen = ", ".join(f"{share:.0%}" for share in progress.foreseen)
             show(progress.step, f"loss {progress.loss:.3f}, foreseen {foreseen}")
 
         return StreamTrainer(model, made, learned, held, recipe, kept, tell).run()
-
-
-def _recipe(args: argparse.Namespace) -> StreamRecipe:
-    return StreamRecipe(
-        steps=args.steps,
-        batch=args.batch,
-        learning_rate=args.learning_rate,
-        warmup=args.warmup,
-        evaluate=args.evaluate,
-        patience=args.patience,
-        minutes=args.minutes,
-        seed=args.seed,
-        bf16=in_bf16(args),
-    )
 
 
 def _divided(examples: Sequence[Example], streams: int) -> tuple[list[Passage], list[Passage]]:

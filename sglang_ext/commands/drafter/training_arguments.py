@@ -4,12 +4,17 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import TypeVar
 
 from tqdm import tqdm
 
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
+from sglang_ext.block_drafter.recipes import LoopRecipe
 from sglang_ext.block_drafter.target_models import TargetModel
 from sglang_ext.block_drafter.training_data import TrainingData, read_datastore, read_files
+
+R = TypeVar("R", bound=LoopRecipe)
 
 
 def read_data(args: argparse.Namespace, target: TargetModel) -> TrainingData:
@@ -31,18 +36,30 @@ def check_training(args: argparse.Namespace) -> None:
     """Refuse what cannot be used, whatever is trained.
 
     Raises:
-        BlockDrafterError: namespaces without a datastore, a device that is not there, or a rate
-            that is none.
+        BlockDrafterError: namespaces without a datastore, or a device that is not there.
     """
     if args.namespaces and not args.datastore:
         raise BlockDrafterError("--namespaces are those of a --datastore")
-    if not 0 < args.learning_rate < 1:
-        raise BlockDrafterError(f"--learning-rate {args.learning_rate:g}: expected 0 to 1")
     if args.device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
             raise BlockDrafterError("--device cuda: torch finds no such device here")
+
+
+def recipe_of(args: argparse.Namespace, defaults: R) -> R:
+    """A recipe with what the command line gives.
+
+    Raises:
+        BlockDrafterError: a value is out of its range.
+    """
+    given = {f.name: getattr(args, f.name, None) for f in fields(defaults)}
+    recipe = replace(
+        defaults, **{n: v for n, v in given.items() if v is not None}, bf16=in_bf16(args)
+    )
+    if not 0 < recipe.learning_rate < 1:
+        raise BlockDrafterError(f"--learning-rate {recipe.learning_rate:g}: expected 0 to 1")
+    return recipe
 
 
 @contextlib.contextmanager

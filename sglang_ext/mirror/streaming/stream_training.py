@@ -6,50 +6,21 @@ left out; what is learned are the streams' embeddings and their low-rank changes
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang_ext.block_drafter.checkpoints import Checkpoints, TrainingState
+from sglang_ext.block_drafter.checkpoints import Checkpoints
+from sglang_ext.block_drafter.recipes import StreamRecipe
+from sglang_ext.block_drafter.training_loop import TrainingLoop
 from sglang_ext.mirror.causal_lm import CausalLM
 from sglang_ext.mirror.streaming.lookahead_streams import MATRICES, LookaheadStreams
 from sglang_ext.mirror.streaming.stream_pass import said_ahead
 from sglang_ext.mirror.streaming.stream_passages import Passage, future_of, places_of
-
-# What a training that goes on need not agree in.
-_CHANGEABLE = ("steps", "minutes", "patience", "checkpoint_s", "bf16")
-
-
-@dataclass(frozen=True)
-class StreamRecipe:
-    """How to train.
-
-    Attributes:
-        steps: most updates.
-        batch: passages in an update.
-        learning_rate: the highest, reached after `warmup` steps; it falls to 0 as a cosine.
-        evaluate: steps between evaluations.
-        patience: evaluations without a better one after which training ends.
-        minutes: most minutes, those before a kill included; 0: no limit.
-        checkpoint_s: seconds between states on the disk.
-        bf16: products are in bfloat16 (torch.autocast), weights and their updates in float32.
-    """
-
-    steps: int = 1000
-    batch: int = 4
-    learning_rate: float = 1e-3
-    warmup: int = 50
-    evaluate: int = 50
-    patience: int = 10
-    minutes: float = 0.0
-    checkpoint_s: float = 45.0
-    seed: int = 1
-    bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +52,7 @@ class Kept:
     identity: Mapping[str, Any] = field(default_factory=dict)
 
 
-class StreamTrainer:
+class StreamTrainer(TrainingLoop):
     """Teaches a draft model's streams; `run` begins, or goes on where it was killed.
 
     Args:
@@ -92,8 +63,7 @@ class StreamTrainer:
         tell: gets told after each step.
 
     Raises:
-        ValueError: the checkpoints are another training's.
-        BlockDrafterError: they are damaged.
+        BlockDrafterError: the checkpoints are damaged, or another training's.
     """
 
     def __init__(
@@ -106,38 +76,23 @@ class StreamTrainer:
         kept: Kept,
         tell: Callable[[StreamProgress], None] = lambda progress: None,
     ) -> None:
-        self._model, self._recipe, self._kept, self._tell = model, recipe, kept, tell
+        self._model, self._recipe, self._kept, self._listener = model, recipe, kept, tell
         self._learned, self._held_out = learned, held_out
-        self._tensors = {name: t.clone().requires_grad_() for name, t in streams.tensors()}
-        self._streams = LookaheadStreams.of(self._tensors, len(streams.changes))
-        self._optimizer = torch.optim.Adam(self._tensors.values(), lr=recipe.learning_rate)
-        self.step = 0
-        self._seconds, self._waited = 0.0, 0
+        tensors = {name: t.clone().requires_grad_() for name, t in streams.tensors()}
+        self._streams = LookaheadStreams.of(tensors, len(streams.changes))
         self._best: list[float] | None = None
-        self._resume()
+        super().__init__(tensors, recipe, kept.checkpoints, kept.identity)
+        self.resume()
 
     def run(self) -> Sequence[float]:
         """Train; returns the shares of the best, which `kept` has got.
 
         Raises:
-            ArithmeticError: it diverged.
+            BlockDrafterError: it diverged.
         """
-        recipe, started, before = self._recipe, time.monotonic(), self._seconds
-        saved = started
         if self._best is None:
             self._best = self.evaluated()
-        while not self._ended():
-            loss = self._update()
-            self.step += 1
-            now = time.monotonic()
-            self._seconds = before + now - started
-            if self.step % recipe.evaluate == 0 or self._ended():
-                self._judge()
-                saved = -math.inf
-            if now - saved >= recipe.checkpoint_s:
-                self._save_state()
-                saved = now
-            self._tell(StreamProgress(self.step, loss, self._best))
+        self.train()
         if self._kept.checkpoints is not None:
             self._kept.checkpoints.clear()
         return self._best
@@ -154,28 +109,18 @@ class StreamTrainer:
                 places += len(at)
         return (hits / max(places, 1)).tolist()
 
-    def _ended(self) -> bool:
-        recipe = self._recipe
-        late = bool(recipe.minutes) and self._seconds >= 60 * recipe.minutes
-        return late or self.step >= recipe.steps or self._waited >= recipe.patience
-
-    def _judge(self) -> None:
+    def _judge(self) -> bool:
         """Keep the streams if they are the best so far."""
         found = self.evaluated()
         assert self._best is not None
-        if sum(found) > sum(self._best):
-            self._best, self._waited = found, 0
+        better = sum(found) > sum(self._best)
+        if better:
+            self._best = found
             self._kept.best(self._streams, found)
-        else:
-            self._waited += 1
+        return better
 
-    def _update(self) -> float:
-        """One step of Adam, the same after a kill as without one; returns the loss."""
+    def _learn(self, rng: np.random.Generator) -> float:
         recipe, streams = self._recipe, len(self._streams)
-        rng = np.random.default_rng([recipe.seed, self.step])
-        for group in self._optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * _rate(self.step, recipe)
-        self._optimizer.zero_grad(set_to_none=True)
         total, kind = 0.0, torch.device(self._model.device).type
         for row in rng.integers(len(self._learned), size=recipe.batch):
             passage = self._learned[row]
@@ -186,59 +131,23 @@ class StreamTrainer:
             loss = F.cross_entropy(said.float().flatten(0, 1), future.flatten())
             (loss / recipe.batch).backward()
             total += float(loss.detach()) / recipe.batch
-        if not math.isfinite(total):
-            raise ArithmeticError(
-                f"training diverged at step {self.step}: give a lower --learning-rate"
-            )
-        torch.nn.utils.clip_grad_norm_(self._tensors.values(), 1.0)
-        self._optimizer.step()
         return total
 
-    def _identity(self) -> dict[str, Any]:
-        recipe = {k: v for k, v in asdict(self._recipe).items() if k not in _CHANGEABLE}
-        return {**self._kept.identity, "recipe": recipe}
+    def _rate(self) -> float:
+        recipe = self._recipe
+        rise = min(1.0, (self.step + 1) / max(recipe.warmup, 1))
+        fall = 0.5 * (1.0 + math.cos(math.pi * self.step / recipe.steps))
+        return recipe.learning_rate * rise * fall
 
-    def _save_state(self) -> None:
-        if self._kept.checkpoints is None:
-            return
-        states = self._optimizer.state_dict()["state"]
-        first, second = (
-            {name: states[i][key] for i, name in enumerate(self._tensors)}
-            for key in ("exp_avg", "exp_avg_sq")
-        )
-        tensors = {name: tensor.detach() for name, tensor in self._tensors.items()}
-        meta = {
-            "step": self.step, "seconds": self._seconds, "best": self._best,
-            "waited": self._waited, "identity": self._identity(),
-        }  # fmt: skip
-        self._kept.checkpoints.save_state(TrainingState(tensors, first, second, meta))
+    def _tell(self, loss: float, steps_per_s: float) -> None:
+        assert self._best is not None
+        self._listener(StreamProgress(self.step, loss, self._best))
 
-    def _resume(self) -> None:
-        checkpoints = self._kept.checkpoints
-        state = None if checkpoints is None else checkpoints.load_state()
-        if checkpoints is None or state is None:
-            return
-        if state.meta["identity"] != self._identity():
-            raise ValueError(
-                f"{checkpoints.folder} is of a training of other data, another draft model or "
-                "recipe: name another --out, or remove it to begin anew"
-            )
-        with torch.no_grad():
-            for name, tensor in self._tensors.items():
-                tensor.copy_(state.model[name])
-        self.step = int(state.meta["step"])
-        moments = {
-            i: {
-                "step": torch.tensor(float(self.step)),
-                "exp_avg": state.first[name],
-                "exp_avg_sq": state.second[name],
-            }
-            for i, name in enumerate(self._tensors)
-        }
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
-        self._seconds, self._waited = float(state.meta["seconds"]), int(state.meta["waited"])
-        self._best = list(state.meta["best"])
+    def _found(self) -> dict[str, Any]:
+        return {"best": self._best}
+
+    def _go_on(self, found: Mapping[str, Any]) -> None:
+        self._best = list(found["best"])
 
 
 def fresh_streams(model: CausalLM, streams: int, rank: int, seed: int) -> LookaheadStreams:
@@ -247,8 +156,3 @@ def fresh_streams(model: CausalLM, streams: int, rank: int, seed: int) -> Lookah
     sizes = [{name: getattr(layer, name).shape for name in MATRICES} for layer in model.layers]
     sample = model.embedded(range(min(model.shape.vocab_size, 4096))).float().cpu()
     return LookaheadStreams.fresh(streams, rank, sample, sizes).to(model.device)
-
-
-def _rate(step: int, recipe: StreamRecipe) -> float:
-    rise = min(1.0, (step + 1) / max(recipe.warmup, 1))
-    return rise * 0.5 * (1.0 + math.cos(math.pi * step / recipe.steps))

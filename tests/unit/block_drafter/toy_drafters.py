@@ -7,8 +7,9 @@ import numpy as np
 from sglang_ext.block_drafter.drafter_manifest import Manifest, SourceRule
 from sglang_ext.block_drafter.kept_tokens import KeptTokens
 from sglang_ext.block_drafter.nat_model import BlockModel
+from sglang_ext.block_drafter.recipes import Recipe
 from sglang_ext.block_drafter.shapes import Shape
-from sglang_ext.block_drafter.trainer import Recipe, Trainer
+from sglang_ext.block_drafter.trainer import Trainer
 from sglang_ext.block_drafter.training_data import Example, TrainingData, source_rule
 from sglang_ext.block_drafter.training_set import TrainingSet, make_training_set
 
@@ -17,7 +18,7 @@ FIRST, SPAN = 10, 16
 SHAPE = Shape(32, 2, 64, 1, 1, block=6, window=4, source_tokens=16)
 RECIPE = Recipe(
     steps=200,
-    sources=16,
+    batch=16,
     prefixes=8,
     learning_rate=3e-3,
     warmup=20,

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from sglang_ext.block_drafter.checkpoints import FOLDER, Checkpoints
+from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
+from sglang_ext.block_drafter.recipes import StreamRecipe
 from sglang_ext.mirror import lm_loading
 from sglang_ext.mirror.causal_lm import CausalLM, Feed
 from sglang_ext.mirror.channel import Channel
@@ -30,7 +32,6 @@ from sglang_ext.mirror.streaming.stream_passages import passages_of
 from sglang_ext.mirror.streaming.stream_training import (
     Kept,
     StreamProgress,
-    StreamRecipe,
     StreamTrainer,
     fresh_streams,
 )
@@ -163,12 +164,12 @@ def test_a_training_that_is_killed_goes_on_as_if_it_had_not_been(llama, tmp_path
     for killed_at in (2, 4):
         with pytest.raises(KeyboardInterrupt):
             trainer(tmp_path / "killed", killed_at).run()
-    with pytest.raises(ValueError, match="of a training of other data"):
+    with pytest.raises(BlockDrafterError, match="of a training of other data"):
         trainer(tmp_path / "killed", 0, "b")
     again = trainer(tmp_path / "killed", 0)
     assert again.step == 4 and again.run() == shares
-    for name, tensor in whole._tensors.items():
-        assert torch.equal(again._tensors[name], tensor), name
+    for name, tensor in whole._parameters.items():
+        assert torch.equal(again._parameters[name], tensor), name
 
 
 def test_streams_save_passes_and_change_no_draft(llama, trained):
