@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
+from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, read_manifest
 from sglang_ext.block_drafter.recorded_states import keep_recorded, recorded_states
 from sglang_ext.block_drafter.shapes import TargetStates
 from sglang_ext.block_drafter.state_log import StateLog, folder_of, read_records
@@ -15,7 +15,7 @@ from sglang_ext.block_drafter.states_on_disk import StatesAt
 from sglang_ext.block_drafter.target_models import load_target
 from sglang_ext.block_drafter.training_data import header, read_files, source_rule
 from tests.unit.block_drafter.toy_drafters import FIRST, repeating
-from tests.unit.commands.test_drafter_commands import error_of, make_target
+from tests.unit.commands.test_drafter_commands import QUICK, error_of, make_target, run
 
 STATES = TargetStates(layer=3, width=8)
 RNG = np.random.default_rng(0)
@@ -139,13 +139,36 @@ def test_states_of_another_layer_are_not_learned_from(tmp_path):
     assert {each.states.kind for each in data.examples} == {other}
 
 
-def test_held_out_outputs_without_states_beside_data_with_them_are_refused(tmp_path, capsys):
+@pytest.fixture
+def distilled(tmp_path) -> tuple[list[object], Path]:
+    """Outputs of a target without weights, whose states were recorded: arguments, and the file."""
     target = make_target(tmp_path / "parrot", ["say", *"abcdefghijkl"])
-    path, held = tmp_path / "data.jsonl", tmp_path / "held.jsonl"
-    lines = [{"n": n, "prompt": [3, 4 + n, 4], "output": [4 + n, 1]} for n in range(12)]
+    path = tmp_path / "data.jsonl"
+    lines = [{"n": n, "prompt": [3, 4 + n, 4], "output": [4 + n, 4 + n, 1]} for n in range(12)]
     head = json.dumps(header(load_target(target))) + "\n"
     path.write_text(head + "".join(json.dumps(line) + "\n" for line in lines))
-    held.write_text(head + json.dumps(lines[0]) + "\n")
-    log_of(folder_of(path), {n: (1, rows(3)) for n in range(12)})
-    given = ["--model", target, "--data", path, "--held-out", held, "--out", tmp_path / "d"]
-    assert "--held-out has none" in error_of(capsys, "train", "--encoder", "target", *given)
+    log_of(folder_of(path), {n: (1, rows(4)) for n in range(12)})
+    return ["--model", target, "--data", path], path
+
+
+def test_recorded_states_train_and_score_a_drafter_without_the_targets_weights(
+    tmp_path, distilled, capsys
+):
+    given, _ = distilled
+    made = tmp_path / "made"
+    assert run("drafter", "train", "--encoder", "target", *given, "--out", made, *QUICK) == 0
+    assert read_manifest(made).states == STATES
+    capsys.readouterr()
+    assert run("drafter", "eval", made, *given, "--json", "--most", 5) == 0
+    scores = json.loads(capsys.readouterr().out)
+    assert 1 <= scores["accepted_per_step_k4"] <= 2
+
+
+def test_held_out_outputs_without_states_beside_data_with_them_are_refused(
+    tmp_path, distilled, capsys
+):
+    given, path = distilled
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    asked = ["train", "--encoder", "target", *given, "--held-out", held, "--out", tmp_path / "d"]
+    assert "--held-out has none" in error_of(capsys, *asked)
