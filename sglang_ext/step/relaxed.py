@@ -1,11 +1,12 @@
 """Relaxed acceptance: SpecDec++'s rule (arXiv 2203.16487, Eqs. 6 and 7) on any drafter's trees.
 
 At each node of a tree the target has a token of its own (its argmax, or the one that a bias makes
-of it). Where that is a child, or ends the request, it stands. Elsewhere the node goes on with the
-child that passes the rule, of several with the one that the target finds likeliest, of equally
-likely ones with the tree's first. Where no child passes, the target's own token stands. As with a
-bias, the token that a node goes on with takes the place of the target's own; the walk is the same,
-and behind the last accepted node stands the target's own token.
+of it). A child passes if it holds that token, or by the rule, unless the target's own token ends
+the request. A node goes on with the child behind which the longest path passes; of equally long
+ones with the target's own token, then with the one that the target finds likeliest, then with the
+tree's first. Where no child passes, the target's own token stands. As with a bias, the token that
+a node goes on with takes the place of the target's own; the walk is the same, and behind the last
+accepted node stands the target's own token.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_ext.cpu.relaxed_tokens import relax_on_host
 from sglang_ext.tree import PackedTrees, TokenTree
 
 if TYPE_CHECKING:
@@ -33,49 +35,54 @@ class RelaxedNodes:
 
     Attributes:
         parents: int64[m], where the row of logits is that each node's token follows.
+        places: int64[m], where the row of logits is that follows each node; a node's parent is one
+            of those before it.
         tokens: int64[m].
         logprobs: float32[m], the drafter's log-probability of each; NaN: the target's counts.
         top_betas: int64[m].
         taus: float32[m], in nats.
         ends: int64[m, k], the tokens that end each node's request; -1: none.
         by_drafter: whether any of `logprobs` is a number.
+        levels: the longest path from a root has so many nodes.
     """
 
     parents: torch.Tensor
+    places: torch.Tensor
     tokens: torch.Tensor
     logprobs: torch.Tensor
     top_betas: torch.Tensor
     taus: torch.Tensor
     ends: torch.Tensor
     by_drafter: bool
+    levels: int
 
     def __len__(self) -> int:
         return len(self.parents)
 
-    def at(self, index: torch.Tensor | slice) -> "RelaxedNodes":
-        """Those of them at `index`: int64[n], bool[m] or a slice."""
+    def part(self, index: slice) -> "RelaxedNodes":
+        """Some of them."""
         return RelaxedNodes(
-            self.parents[index], self.tokens[index], self.logprobs[index],
-            self.top_betas[index], self.taus[index], self.ends[index], self.by_drafter,
+            self.parents[index], self.places[index], self.tokens[index], self.logprobs[index],
+            self.top_betas[index], self.taus[index], self.ends[index], self.by_drafter, self.levels,
         )  # fmt: skip
-
-    def behind(self, parents: torch.Tensor) -> "RelaxedNodes":
-        """Those whose parents are among int64[n] `parents`."""
-        return self.at(torch.isin(self.parents, parents))
 
     def with_rows(self, nodes: npt.NDArray[np.int64]) -> "RelaxedNodes":
         """The same where logits have rows of the flat indices `nodes` (ascending) alone."""
-        rows = np.searchsorted(nodes, self.parents.numpy())
-        return dataclasses.replace(self, parents=torch.from_numpy(rows))
+        parents, places = (
+            torch.from_numpy(np.searchsorted(nodes, at.numpy()))
+            for at in (self.parents, self.places)
+        )
+        return dataclasses.replace(self, parents=parents, places=places)
 
 
 @dataclass(frozen=True)
 class _Drafted:
-    """One request's nodes: where their tokens' rows of logits are, the tokens and log-probabilities
-    (None: the drafter has none)."""
+    """One request's nodes: the rows of logits that their tokens follow, and that follow them, the
+    tokens, and log-probabilities (None: the drafter has none)."""
 
     of: "RunningRequest"
     parents: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int64]
     logprobs: npt.NDArray[np.float32] | None
 
@@ -85,28 +92,27 @@ class Relaxation:
     """RelaxedNodes on the host."""
 
     parents: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int64]
     logprobs: npt.NDArray[np.float32]
     top_betas: npt.NDArray[np.int64]
     taus: npt.NDArray[np.float32]
     ends: npt.NDArray[np.int64]
+    levels: int
 
     @classmethod
     def of(cls, running: "Sequence[RunningRequest]", packed: PackedTrees) -> "Relaxation | None":
         """What of a step's trees may be accepted by relaxation, rows of logits by flat index
         (row * width + node); None: nothing."""
-        return cls._joined(
-            [
-                _Drafted(
-                    r,
-                    b * packed.width + packed.parents[b, 1:n].astype(np.int64),
-                    packed.tokens[b, 1:n],
-                    None if packed.logprobs is None else packed.logprobs[b, 1:n],
-                )
-                for b, (r, n) in enumerate(zip(running, packed.sizes.tolist(), strict=True))
-                if r.relaxed is not None and n > 1
-            ]
-        )
+        parts = []
+        for b, (r, n) in enumerate(zip(running, packed.sizes.tolist(), strict=True)):
+            if r.relaxed is not None and n > 1:
+                at = _no_doubles(packed.parents[b, :n], packed.tokens[b, :n])
+                first = b * packed.width
+                parents = first + packed.parents[b, at].astype(np.int64)
+                logprobs = None if packed.logprobs is None else packed.logprobs[b, at]
+                parts.append(_Drafted(r, parents, first + at, packed.tokens[b, at], logprobs))
+        return cls._joined(parts, int(packed.depths.max()))
 
     @classmethod
     def of_chains(
@@ -118,14 +124,15 @@ class Relaxation:
         """The same of chains, whose rows of logits follow that of their root; None: nothing."""
         return cls._joined(
             [
-                _Drafted(r, root + np.arange(len(chain)), chain.tokens, chain.logprobs)
+                _Drafted(r, root + at, root + 1 + at, chain.tokens, chain.logprobs)
                 for r, chain, root in zip(running, chains, roots.tolist(), strict=True)
-                if r is not None and r.relaxed is not None and len(chain)
-            ]
+                if r is not None and r.relaxed is not None and len(at := np.arange(len(chain)))
+            ],
+            max(map(len, chains), default=0),
         )
 
     @classmethod
-    def _joined(cls, parts: Sequence[_Drafted]) -> "Relaxation | None":
+    def _joined(cls, parts: Sequence[_Drafted], levels: int) -> "Relaxation | None":
         if not parts:
             return None
         sizes = [len(part.tokens) for part in parts]
@@ -139,24 +146,38 @@ class Relaxation:
                 place[:] = part.logprobs
         return cls(
             np.concatenate([part.parents for part in parts]),
+            np.concatenate([part.places for part in parts]),
             np.concatenate([part.tokens for part in parts]),
             logprobs,
             np.repeat([rule.top_beta for rule in rules if rule is not None], sizes),
             np.repeat([rule.tau for rule in rules if rule is not None], sizes).astype(np.float32),
             np.repeat(ends, sizes, axis=0),
+            levels,
         )
 
     def arrays(self) -> list[npt.NDArray[Any]]:
         """The arrays of RelaxedNodes."""
         return [
-            self.parents, self.tokens, self.logprobs, self.top_betas, self.taus, self.ends,
+            self.parents, self.places, self.tokens, self.logprobs, self.top_betas, self.taus,
+            self.ends,
         ]  # fmt: skip
 
     def nodes(self, arrays: Sequence[torch.Tensor]) -> RelaxedNodes:
         """These nodes, given `arrays` as the target's tensors."""
-        parents, tokens, logprobs, top_betas, taus, ends = arrays
         by_drafter = not bool(np.isnan(self.logprobs).all())
-        return RelaxedNodes(parents, tokens, logprobs, top_betas, taus, ends, by_drafter)
+        parents, places, tokens, logprobs, top_betas, taus, ends = arrays
+        return RelaxedNodes(
+            parents, places, tokens, logprobs, top_betas, taus, ends, by_drafter, self.levels
+        )
+
+
+def _no_doubles(
+    parents: npt.NDArray[np.int32], tokens: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """int64[m], a tree's nodes but for the root and those that a sibling before them equals, which
+    no walk reaches."""
+    keys = np.stack([parents[1:], tokens[1:]])
+    return 1 + np.sort(np.unique(keys, axis=1, return_index=True)[1])
 
 
 def relax(chosen: torch.Tensor, logits: torch.Tensor, relaxed: RelaxedNodes) -> torch.Tensor:
@@ -165,36 +186,53 @@ def relax(chosen: torch.Tensor, logits: torch.Tensor, relaxed: RelaxedNodes) -> 
     Nothing waits for a device.
 
     Args:
-        chosen: int[T], the token that each row of logits goes on with; changed in place.
+        chosen: int64[T], the token that each row of logits goes on with; changed in place.
         logits: float[T, vocab], penalties, bias and grammar already applied.
-        relaxed: of some or all of the rows; all children of a row that has any.
+        relaxed: of all drafted nodes of some requests.
 
     Returns:
         bool[T], the rows whose token was replaced.
     """
-    own = chosen[relaxed.parents]
-    hits = torch.zeros(len(chosen), dtype=torch.int32, device=chosen.device)
-    hits.index_add_(0, relaxed.parents, (relaxed.tokens == own).int())
-    asked = (hits[relaxed.parents] == 0) & ~(own[:, None] == relaxed.ends).any(dim=1)
-    if chosen.device.type == "cpu":
-        # Where the target's own token stands there is nothing to decide.
-        relaxed = relaxed.at(asked)
-        passes, likely = _passing(logits, relaxed)
-    else:
-        passes, likely = _passing(logits, relaxed)
-        passes &= asked
+    if chosen.device.type != "cpu":
+        return _relax_on_device(chosen, logits, relaxed)
+    taken = relax_on_host(
+        chosen.numpy(),
+        logits.float().numpy(),
+        *(
+            each.numpy()
+            for each in (
+                relaxed.parents, relaxed.places, relaxed.tokens, relaxed.logprobs,
+                relaxed.top_betas, relaxed.taus, relaxed.ends,
+            )
+        ),
+    )  # fmt: skip
+    return torch.from_numpy(taken)
+
+
+def _relax_on_device(
+    chosen: torch.Tensor, logits: torch.Tensor, relaxed: RelaxedNodes
+) -> torch.Tensor:
     parents, count = relaxed.parents, len(relaxed)
-    score = torch.where(passes, likely, -torch.inf)
+    own = relaxed.tokens == chosen[parents]
+    ended = (chosen[parents][:, None] == relaxed.ends).any(dim=1)
+    good, likely = _passing(logits, relaxed)
+    passes = own | (good & ~ended)
+    reach = torch.zeros_like(chosen)
+    length = passes.long()
+    for _ in range(relaxed.levels):
+        reach = torch.zeros_like(chosen).scatter_reduce_(0, parents, length, "amax")
+        length = torch.where(passes, 1 + reach[relaxed.places], 0)
+    score = torch.where(own, torch.inf, likely)
+    score = torch.where(passes & (length == reach[parents]), score, -torch.inf)
     best = torch.full((len(chosen),), -torch.inf, device=chosen.device)
     best.scatter_reduce_(0, parents, score, "amax")
     number = torch.arange(count, device=chosen.device)
-    number = torch.where(passes & (score == best[parents]), number, count)
+    number = torch.where((score > -torch.inf) & (score == best[parents]), number, count)
     first = torch.full((len(chosen),), count, device=chosen.device)
     first.scatter_reduce_(0, parents, number, "amin")
-    taken = first < count
-    if count:
-        tokens = relaxed.tokens[first.clamp(max=count - 1)].to(chosen.dtype)
-        chosen.copy_(torch.where(taken, tokens, chosen))
+    tokens = relaxed.tokens[first.clamp(max=count - 1)]
+    taken = (first < count) & (tokens != chosen)
+    chosen.copy_(torch.where(taken, tokens, chosen))
     return taken
 
 
@@ -212,7 +250,7 @@ def _passing(logits: torch.Tensor, relaxed: RelaxedNodes) -> tuple[torch.Tensor,
     """bool[m], the nodes that pass Eqs. 6 and 7; float32[m], the logits of their tokens."""
     size = max(1, MOST_LOGITS // logits.shape[1])
     starts = range(0, max(1, len(relaxed)), size)
-    parts = [_judged(logits, relaxed.at(slice(i, i + size))) for i in starts]
+    parts = [_judged(logits, relaxed.part(slice(i, i + size))) for i in starts]
     passes, likely = zip(*parts, strict=True)
     return torch.cat(passes), torch.cat(likely)
 

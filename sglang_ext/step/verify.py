@@ -65,7 +65,7 @@ def accept_on_host(
     biased: BiasedRows | None = None,
     relaxed: RelaxedNodes | None = None,
 ) -> Accepted:
-    """The rules for logits on the host: only nodes on the accepted path are sampled or relaxed.
+    """The rules for logits on the host: only nodes on the accepted path are sampled.
 
     Args:
         logits: float[bs * width, vocab], penalties, bias and grammar already applied.
@@ -230,27 +230,21 @@ def _greedy_walk(
     nodes: npt.NDArray[np.int64] | None,
     relaxed: RelaxedNodes | None,
 ) -> _Walked:
-    """Follow the trees along `chosen`, int64[T]; where a walk ends, relaxation is asked."""
+    """Follow the trees along `chosen`, int64[T], and what relaxation makes of it."""
     bs, width = trees.tokens.shape
-    if relaxed is None and nodes is None:
-        said = chosen.numpy().reshape(bs, width)
-        index, lens = walk(trees.tokens, trees.next_token, trees.next_sibling, said)
-        return _Walked(said, index, lens, None)
-    taken = None if relaxed is None else torch.zeros(bs * width, dtype=torch.bool)
-    places = np.arange(bs * width) if nodes is None else nodes
-    left = relaxed if relaxed is None or nodes is None else relaxed.with_rows(nodes)
-    predicted = np.zeros(bs * width, dtype=np.int64)
-    new = None
-    while True:
-        predicted[places] = chosen.numpy()
-        index, lens = walk(
-            trees.tokens, trees.next_token, trees.next_sibling, predicted.reshape(bs, width)
-        )
-        if left is None or taken is None or (new is not None and not new.any()):
-            return _Walked(predicted.reshape(bs, width), index, lens, taken)
-        ends = torch.from_numpy(np.searchsorted(places, index[np.arange(bs), lens - 1]))
-        new = relax(chosen, logits, left.behind(ends))
-        taken[torch.from_numpy(places)] |= new
+    predicted, taken = chosen.numpy(), None
+    if relaxed is not None:
+        taken = relax(chosen, logits, relaxed if nodes is None else relaxed.with_rows(nodes))
+    if nodes is not None:
+        predicted = np.zeros(bs * width, dtype=np.int64)
+        predicted[nodes] = chosen.numpy()
+        if taken is not None:
+            marks = torch.zeros(bs * width, dtype=torch.bool)
+            marks[torch.from_numpy(nodes)] = taken
+            taken = marks
+    said = predicted.reshape(bs, width)
+    index, lens = walk(trees.tokens, trees.next_token, trees.next_sibling, said)
+    return _Walked(said, index, lens, taken)
 
 
 def _sample_walk(logits, trees, sampling_info, positions, sampler, biased, relaxed) -> _Walked:
@@ -258,7 +252,10 @@ def _sample_walk(logits, trees, sampling_info, positions, sampler, biased, relax
     predicted = np.zeros((bs, width), dtype=np.int64)
     index = np.full((bs, width), -1, dtype=np.int32)
     lens = np.zeros(bs, dtype=np.int32)
-    taken = None if relaxed is None else torch.zeros(bs * width, dtype=torch.bool)
+    decided, taken = np.zeros(bs, dtype=np.bool_), None
+    if relaxed is not None:
+        decided[relaxed.parents.numpy() // width] = True
+        taken = _decide_greedily(predicted, decided, logits, biased, relaxed)
     rows = np.arange(bs)
     nodes = np.zeros(bs, dtype=np.int64)
     # Which of the biased rows each place is.
@@ -267,22 +264,12 @@ def _sample_walk(logits, trees, sampling_info, positions, sampler, biased, relax
         number[biased.places.numpy()] = np.arange(len(biased.places))
     while len(rows):
         flat = rows * width + nodes
-        at = torch.from_numpy(flat)
-        probs = logits[at]
-        sampled = _sample_rows(probs, sampling_info, torch.from_numpy(rows), positions[at], sampler)
-        of_bias = torch.from_numpy(number[flat])
-        if biased is not None and (of_bias >= 0).any():
-            here = torch.nonzero(of_bias >= 0)[:, 0]
-            sampled[here] = _prefer_sampled(
-                sampled[here],
-                probs[here],
-                biased.at(of_bias[here]),
-                sampling_info,
-                positions[at][here],
+        drawn = ~decided[rows]
+        if drawn.any():
+            asked = flat[drawn]
+            predicted.reshape(-1)[asked] = _sampled_at(
+                asked, logits, width, sampling_info, positions, sampler, biased, number
             )
-        predicted[rows, nodes] = sampled.numpy()
-        if relaxed is not None and taken is not None:
-            taken |= relax(torch.from_numpy(predicted.reshape(-1)), logits, relaxed.behind(at))
         tokens = predicted[rows, nodes]
         index[rows, lens[rows]] = flat
         lens[rows] += 1
@@ -294,6 +281,63 @@ def _sample_walk(logits, trees, sampling_info, positions, sampler, biased, relax
         )
         rows, nodes = rows[nodes >= 0], nodes[nodes >= 0]
     return _Walked(predicted, index, lens, taken)
+
+
+def _decide_greedily(
+    predicted: npt.NDArray[np.int64],
+    decided: npt.NDArray[np.bool_],
+    logits: torch.Tensor,
+    biased: BiasedRows | None,
+    relaxed: RelaxedNodes,
+) -> torch.Tensor:
+    """Fill in what the nodes of `decided` requests go on with, bool[bs]: greedy ones, all relaxed.
+
+    Args:
+        predicted: int64[bs, width].
+
+    Returns:
+        bool[bs * width], the nodes that go on by relaxation.
+    """
+    width = predicted.shape[1]
+    at = torch.from_numpy(np.flatnonzero(np.repeat(decided, width)))
+    chosen = torch.zeros(predicted.size, dtype=torch.int64)
+    chosen[at] = likeliest_tokens(logits[at])
+    if biased is not None:
+        prefer_greedily(
+            chosen, logits, biased.at(torch.nonzero(torch.isin(biased.places, at))[:, 0])
+        )
+    taken = relax(chosen, logits, relaxed)
+    predicted[decided] = chosen.numpy().reshape(-1, width)[decided]
+    return taken
+
+
+def _sampled_at(
+    flat: npt.NDArray[np.int64],
+    logits: torch.Tensor,
+    width: int,
+    sampling_info: "SamplingBatchInfo",
+    positions: torch.Tensor,
+    sampler: Any,
+    biased: BiasedRows | None,
+    number: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """int64[n], the target's tokens after the nodes at `flat`.
+
+    Args:
+        number: int64[bs * width], which of the biased rows each node is; -1: none.
+    """
+    at = torch.from_numpy(flat)
+    probs = logits[at]
+    sampled = _sample_rows(
+        probs, sampling_info, torch.from_numpy(flat // width), positions[at], sampler
+    )
+    of_bias = torch.from_numpy(number[flat])
+    if biased is not None and (of_bias >= 0).any():
+        here = torch.nonzero(of_bias >= 0)[:, 0]
+        sampled[here] = _prefer_sampled(
+            sampled[here], probs[here], biased.at(of_bias[here]), sampling_info, positions[at][here]
+        )
+    return sampled.numpy()
 
 
 def _sample_rows(logits, sampling_info, rows, positions, sampler) -> torch.Tensor:

@@ -90,37 +90,50 @@ def marks_in(accepted: Accepted) -> list[list[bool]]:
 def reference(logits, packed: PackedTrees, row: int, asked) -> tuple[list[int], list[bool]]:
     """A request's tokens and which were relaxed, by the rule's words, one node at a time."""
     width, rule = packed.width, asked.relaxed
-    tokens, marks, node = [], [], 0
-    while True:
+
+    def own_of(node: int) -> int:
+        return int(logits[row * width + node].argmax())
+
+    def likely(child: int) -> float:
+        of = row * width + int(packed.parents[row, child])
+        return float(torch.log_softmax(logits[of].double(), dim=-1)[packed.tokens[row, child]])
+
+    def passes(child: int) -> bool:
+        node = int(packed.parents[row, child])
+        own = own_of(node)
+        if packed.tokens[row, child] == own:
+            return True
+        if rule is None or own in asked.ends or likely(child) == -math.inf:
+            return False
         logprobs = torch.log_softmax(logits[row * width + node].double(), dim=-1)
-        own = int(logits[row * width + node].argmax())
-        children = [i for i in range(1, packed.sizes[row]) if packed.parents[row, i] == node]
-        go_on = [i for i in children if packed.tokens[row, i] == own]
-        if go_on:
-            tokens.append(own)
-            marks.append(False)
-            node = go_on[0]
-            continue
-        passing = []
-        if rule is not None and own not in asked.ends:
-            beta_th = float(logprobs.sort(descending=True).values[rule.top_beta - 1])
-            for i in children:
-                by_target = float(logprobs[packed.tokens[row, i]])
-                judged = by_target
-                if rule.by == "drafter" and packed.logprobs is not None:
-                    given_logprob = float(packed.logprobs[row, i])
-                    judged = by_target if math.isnan(given_logprob) else given_logprob
-                good = (
-                    judged >= beta_th - 1e-9 and float(logprobs.max()) - judged <= rule.tau + 1e-6
-                )
-                if good and by_target > -math.inf:
-                    passing.append((by_target, -i))
-        if not passing:
-            return [*tokens, own], [*marks, False]
-        token = int(packed.tokens[row, -max(passing)[1]])
-        node = next(i for i in children if packed.tokens[row, i] == token)
-        tokens.append(token)
-        marks.append(True)
+        beta_th = float(logprobs.sort(descending=True).values[rule.top_beta - 1])
+        judged = likely(child)
+        if rule.by == "drafter" and packed.logprobs is not None:
+            given_logprob = float(packed.logprobs[row, child])
+            judged = judged if math.isnan(given_logprob) else given_logprob
+        return judged >= beta_th - 1e-9 and float(logprobs.max()) - judged <= rule.tau + 1e-6
+
+    def children(node: int) -> list[int]:
+        found = {}
+        for i in range(1, packed.sizes[row]):
+            if packed.parents[row, i] == node:
+                found.setdefault(int(packed.tokens[row, i]), i)  # of doubles the first
+        return [i for i in found.values() if passes(i)]
+
+    def reach(node: int) -> int:
+        return max((1 + reach(child) for child in children(node)), default=0)
+
+    def worth(child: int) -> tuple:
+        own = packed.tokens[row, child] == own_of(int(packed.parents[row, child]))
+        return reach(child), own, likely(child), -child
+
+    tokens, marks, node = [], [], 0
+    while going_on := children(node):
+        best = max(going_on, key=worth)
+        tokens.append(int(packed.tokens[row, best]))
+        marks.append(tokens[-1] != own_of(node))
+        node = best
+    return [*tokens, own_of(node)], [*marks, False]
 
 
 @st.composite
@@ -245,13 +258,27 @@ def test_a_token_passes_both_equations_or_none(rule, token, accepted):
     assert marks == ([True, False] if accepted else [False])
 
 
-def test_the_targets_own_token_goes_before_and_of_others_the_likeliest():
+def test_of_equally_long_paths_the_targets_own_token_goes_before_then_the_likeliest():
     rule = RelaxedRule(top_beta=4, tau=9)
     assert one_step([HALF] * 4, [2, 1, 0], rule, parents=[-1] * 3)[0] == [0, 0]
     assert one_step([HALF] * 3, [2, 1], rule, parents=[-1] * 2) == ([1, 0], [True, False])
     # Equally likely ones: the tree's first.
     even = [0.4, 0.3, 0.3, 0.0]
     assert one_step([even] * 3, [2, 1], rule, parents=[-1] * 2)[0] == [2, 0]
+
+
+def test_of_paths_that_pass_the_longest_is_taken():
+    rule = RelaxedRule(top_beta=2, tau=1)
+    # The root's own token, 0, has nothing behind it; behind 1 a child passes.
+    longer = [0, 1, 1], [-1, -1, 1]
+    assert one_step([HALF] * 4, longer[0], rule, parents=longer[1]) == (
+        [1, 1, 0],
+        [True, True, False],
+    )
+    # A child that does not pass makes a path no longer.
+    assert one_step([HALF] * 4, [0, 1, 3], rule, parents=[-1, -1, 1])[0] == [0, 0]
+    # An exact request follows the target's own tokens.
+    assert one_step([HALF] * 4, [0, 1, 1], None, parents=[-1, -1, 1])[0] == [0, 0]
 
 
 def test_by_drafter_judges_the_drafters_log_probability_where_there_is_one():
