@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 
 from sglang_ext.mirror.causal_lm import CausalLM, Layer, LMShape
-from sglang_ext.mirror.weight_formats import Weight, made, measure_rows
+from sglang_ext.mirror.weight_formats import Weight, made
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -18,8 +18,6 @@ ARCHITECTURES = (
 )
 # Of transformers' rotary embeddings, those that do not change with the text's length.
 _ROPES = ("linear", "llama3", "yarn")
-# Matrices that are timed together: too many to stay in a cache.
-_MEASURED_LAYERS = 8
 
 
 class DraftModelError(ValueError):
@@ -103,7 +101,6 @@ def _model(tensors: _Tensors, folder: Path, kind: str, device: str) -> CausalLM:
     tied = config.tie_word_embeddings or "lm_head.weight" not in tensors
     head = made(embedding if tied else tensors["lm_head.weight"], kind, device)
     inv_freq, rope_scale = _rotary(config, shape.head_dim)
-    measure_rows([layer.gate_up for layer in layers[:_MEASURED_LAYERS]], config.hidden_size)
     wide = kind == "fp32"
     return CausalLM(
         shape,

@@ -8,7 +8,7 @@ from sglang_ext.mirror import lm_loading
 from sglang_ext.mirror.causal_lm import CausalLM, Feed
 from sglang_ext.mirror.lm_loading import DraftModelError
 from sglang_ext.mirror.tree_cache import ROOT
-from sglang_ext.mirror.weight_formats import Int4Weight, Int8Weight, made
+from sglang_ext.mirror.weight_formats import GroupedWeight, PlainWeight, made
 from tests.unit.mirror.tiny_lms import VOCAB, Reference, write_lm
 
 TEXT = [5, 17, 99, 3, 42, 8, 8, 61, 150, 2]
@@ -108,14 +108,18 @@ def test_packed_products_are_near_the_exact_one(kind, most):
     torch.manual_seed(0)
     weight, x = torch.randn(96, 64), torch.randn(70, 64)
     packed = made(weight, kind, "cpu")
-    assert isinstance(packed, Int8Weight if kind == "int8" else Int4Weight)
+    assert isinstance(packed, GroupedWeight) and packed.bits == int(kind[3:])
     exact = x @ weight.T
     assert (packed.product(x) - exact).norm() / exact.norm() < most
 
 
-def test_a_matrix_that_does_not_fit_four_bits_has_eight():
-    assert isinstance(made(torch.randn(90, 64), "int4", "cpu"), Int8Weight)
-    assert isinstance(made(torch.randn(96, 40), "int4", "cpu"), Int8Weight)
+def test_a_matrix_of_no_whole_groups_has_sixteen_bits():
+    weight, x = torch.randn(96, 40), torch.randn(3, 40)
+    plain = made(weight, "int4", "cpu")
+    assert isinstance(plain, PlainWeight)
+    torch.testing.assert_close(plain.product(x), x @ weight.T, rtol=0.05, atol=0.2)
+    with pytest.raises(ValueError, match="finite"):
+        made(torch.full((96, 64), float("inf")), "int4", "cpu")
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "bf16"])
