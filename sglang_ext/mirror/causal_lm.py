@@ -16,6 +16,9 @@ from sglang_ext.mirror.streaming.lookahead_streams import MATRICES, LookaheadStr
 from sglang_ext.mirror.tree_cache import TreeCache
 from sglang_ext.mirror.weight_formats import Weight
 
+# Next tokens that are named behind each row.
+NAMED = 4
+
 
 @dataclass(frozen=True)
 class LMShape:
@@ -96,8 +99,8 @@ class Predictions:
     Of each feed the wanted rows come first, then the streams of its rows `ahead`, in their order.
 
     Attributes:
-        tokens: int64[rows], its likeliest next token.
-        probs: float64[rows], that token's probability.
+        tokens: int64[rows, NAMED], its likeliest next tokens, the best first.
+        probs: float64[rows, NAMED], their probabilities.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -169,10 +172,10 @@ class CausalLM:
             x = x + product("down", F.silu(gate) * up)
         rows = torch.tensor(_wanted_rows(feeds), dtype=torch.long, device=self.device)
         if not len(rows):
-            return Predictions(np.empty(0, np.int64), np.empty(0))
+            return Predictions(np.empty((0, NAMED), np.int64), np.empty((0, NAMED)))
         logits = self.logits(x[rows])
-        best = logits.max(dim=-1)
-        probs = (best.values - logits.logsumexp(dim=-1)).exp()
+        best = logits.topk(NAMED, dim=-1)
+        probs = (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
         return Predictions(best.indices.cpu().numpy(), probs.double().cpu().numpy())
 
     def embedded(self, tokens: Sequence[int]) -> torch.Tensor:

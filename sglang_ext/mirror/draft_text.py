@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from datastores import InputTrie, retrieve
 from sglang_ext.mirror import text_keys
-from sglang_ext.mirror.hypothesis_tree import ROOT, UNREAD, HypothesisTree
+from sglang_ext.mirror.hypothesis_tree import ROOT, UNREAD, ExitTrust, HypothesisTree
 from sglang_ext.mirror.tree_cache import ROOT as CACHED_ROOT
 from sglang_ext.mirror.tree_cache import TreeCache
 
@@ -37,17 +37,27 @@ class DraftText:
         cache: an empty one.
         retrieves: whether the text itself may draft for the draft model (`guess`).
         streams: whether the model's streams may.
+        window: tokens that the target verifies of a chain (gamma).
+        trust: in the exit; None: one of its own.
     """
 
     def __init__(
-        self, tokens: Sequence[int], cache: TreeCache, retrieves: bool = True, streams: bool = True
+        self,
+        tokens: Sequence[int],
+        cache: TreeCache,
+        retrieves: bool = True,
+        streams: bool = True,
+        window: int = 0,
+        trust: ExitTrust | None = None,
     ) -> None:
         self.tokens = list(tokens)
+        self._window = window
+        self._trust = trust or ExitTrust()
         self._retrieves = retrieves
         self.streams = streams
         self.cache = cache
         self._key = text_keys.of_text(self.tokens)
-        self.tree = HypothesisTree(self.tokens[-1], self._key)
+        self.tree = HypothesisTree(self.tokens[-1], self._key, self._trust)
         self.wanted = 0
         self.ask = 0
         self.mirrored = False
@@ -61,6 +71,7 @@ class DraftText:
             taken, self.viewed_at = now - self.viewed_at, None
             last = taken if self.suffix_s is None else self.suffix_s
             self.suffix_s = last + _SUFFIX_FADE * (taken - last)
+        self.tree.learn(tokens)
         root_is_read = self.cache.text == len(self.tokens)
         self.tokens.extend(tokens)
         self._key = text_keys.of_text(tokens, self._key)
@@ -71,7 +82,12 @@ class DraftText:
             self.cache.keep(path, kept)
         else:
             self.cache.truncate(self.cache.text)
-        self.tree = tree or HypothesisTree(self.tokens[-1], self._key)
+        self.tree = tree or HypothesisTree(self.tokens[-1], self._key, self._trust)
+
+    def suppose(self) -> None:
+        """Draft for what the target is about to verify, as far as that can be known."""
+        if self.mirrored:
+            self.tree.suppose(self._window)
 
     def show(self, nodes: npt.NDArray[np.void], now: float) -> bool:
         """Take what the early exit says; False where it is of another text.
@@ -90,7 +106,7 @@ class DraftText:
         """Begin the tree anew."""
         # The root is read again: what follows it is in no cache.
         self.cache.truncate(len(self.tokens) - 1)
-        self.tree = HypothesisTree(self.tokens[-1], self._key)
+        self.tree = HypothesisTree(self.tokens[-1], self._key, self._trust)
 
     def trim(self) -> None:
         """Begin the tree anew if it has grown too large."""
@@ -117,7 +133,9 @@ class DraftText:
         tree, length, above, rows = self.tree, len(self.tokens), ROOT, []
         for node in tree.chain():
             depth = tree.depths[above]
-            rows.append((tree.keys[above], length + depth, tree.tokens[node], tree.conds[node]))
+            rows.append(
+                (tree.keys[above], length + depth, tree.tokens[node], tree.confidence(above))
+            )
             above = node
         return rows
 

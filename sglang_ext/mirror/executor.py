@@ -16,7 +16,7 @@ from sglang_ext.mirror import messages
 from sglang_ext.mirror.causal_lm import CausalLM, Feed
 from sglang_ext.mirror.channel import Channel
 from sglang_ext.mirror.draft_text import DraftText
-from sglang_ext.mirror.hypothesis_tree import is_sound
+from sglang_ext.mirror.hypothesis_tree import ExitTrust, is_sound
 from sglang_ext.mirror.messages import Kind
 from sglang_ext.mirror.payoff import RowCosts
 from sglang_ext.mirror.rollouts import Rollouts
@@ -50,6 +50,7 @@ class Executor:
         self._model = model
         self._most_bytes = int(cache_mb * _MIB)
         self._retrieves = retrieves
+        self._window, self._trust = window, ExitTrust()
         self._rollouts = Rollouts(model, measured_costs(model), window)
         if retrieves:  # compiled, or loaded from numba's cache, before anybody waits for it
             DraftText([0, 0], model.new_cache()).guess(0, 1)
@@ -101,6 +102,7 @@ class Executor:
 
     def _finish_ask(self, number: int, text: DraftText) -> None:
         text.wanted = 0
+        text.suppose()
         length = len(text.tokens)
         self._channel.send(Record(Kind.DONE, number, length=length, number=text.ask))
 
@@ -134,11 +136,14 @@ class Executor:
             retrieves = self._retrieves and not record.number & messages.NO_RETRIEVAL
             streams = self._model.streams is not None and not record.number & messages.NO_STREAMS
             cache = self._model.new_cache()
-            self._texts[record.request] = DraftText(tokens.tolist(), cache, retrieves, streams)
+            self._texts[record.request] = DraftText(
+                tokens.tolist(), cache, retrieves, streams, self._window, self._trust
+            )
             while len(self._texts) > MOST_TEXTS:
                 self._refuse(next(iter(self._texts)), 0)
         else:
             text.extend(tokens.tolist(), record.time)
+            text.suppose()
         self._texts.move_to_end(record.request)
 
     def _refuse(self, number: int, known: int, forever: bool = False) -> None:

@@ -1,12 +1,13 @@
 """What may follow a request's text: a token tree with the belief in each node.
 
-Mirror-SD's hypothesis tree (section 3.1). Its nodes are what the target is verifying, the proxy's
-candidates behind each of these, and what the draft model says behind any of them. Node 0 is the
-root, the text's last token.
+Mirror-SD's hypothesis tree (section 3.1). Its nodes are what the target is verifying, behind each
+of these the exit's candidates and the draft model's own, and what the draft model says behind any
+of them. Node 0 is the root, the text's last token. The draft model's own candidates are ours: where
+its likeliest token is not the target's, the target's is most often its second.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,37 @@ from sglang_ext.mirror import text_keys
 ROOT = 0
 UNREAD = -1
 _NONE = -1
-# What the proxy leaves to a drafted token that is not among its candidates, at least.
-_LEAST_REST = 0.02
+# What is left to tokens that are not named: at least so much, and each has so many parts of it.
+_LEAST_REST, _UNNAMED = 0.02, 8
+_TRUST_FADE, _LEAST_TRUST = 0.02, 0.01
+
+# Likely next tokens and their probabilities, the best first.
+Named = Sequence[tuple[int, float]]
+
+
+class ExitTrust:
+    """How far the exit's probabilities are believed beside the draft model's: learned.
+
+    The belief in a token is a mixture of both. After each committed token of which both have
+    spoken, the mixture's weight moves towards who gave it more (a step of online EM).
+
+    Attributes:
+        weight: of the exit's, 0 to 1.
+    """
+
+    def __init__(self) -> None:
+        self.weight = 0.5
+
+    def mixed(self, drafted: float, foreseen: float) -> float:
+        """The belief in a token that both speak of."""
+        return (1.0 - self.weight) * drafted + self.weight * foreseen
+
+    def note(self, drafted: float, foreseen: float) -> None:
+        """A token was committed to which they gave these probabilities."""
+        mixed = self.mixed(drafted, foreseen)
+        if mixed > 0.0:
+            self.weight += _TRUST_FADE * (self.weight * foreseen / mixed - self.weight)
+            self.weight = min(max(self.weight, _LEAST_TRUST), 1.0 - _LEAST_TRUST)
 
 
 class HypothesisTree:
@@ -36,9 +66,10 @@ class HypothesisTree:
 
     Args:
         token, key: the root's.
+        trust: in the exit.
     """
 
-    def __init__(self, token: int, key: int) -> None:
+    def __init__(self, token: int, key: int, trust: ExitTrust) -> None:
         self.tokens = [token]
         self.parents = [_NONE]
         self.conds = [1.0]
@@ -51,8 +82,13 @@ class HypothesisTree:
         self.ahead: dict[int, list[tuple[int, float]]] = {}
         self.ahead_of_root: list[tuple[int, float]] = []
         self._gone = [False]
-        self._rest = [1.0]
         self._children: dict[tuple[int, int], int] = {}
+        self._trust = trust
+        # By node: what the draft model and the exit say of the token behind it.
+        self._said: dict[int, dict[int, float]] = {}
+        self._foreseen: dict[int, dict[int, float]] = {}
+        # Nodes that the target verifies, as far as is known: an outcome is a token behind one.
+        self._verified: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -75,17 +111,26 @@ class HypothesisTree:
             self.keys.append(text_keys.extended(self.keys[parent], token))
             self.guessed.append(guessed)
             self._gone.append(False)
-            self._rest.append(1.0)
         return node
 
-    def predict(self, node: int, token: int, prob: float) -> int:
-        """The draft model says that `token` follows `node`; returns the child."""
-        cond = prob * self._rest[node]
-        child = self.add(node, token, cond, self.behind[node] + 1)
-        if self.guessed[child]:
-            self.guessed[child], self.conds[child] = False, cond
+    def predict(self, node: int, named: Named) -> int:
+        """The draft model says what follows `node`; returns the child of the likeliest."""
+        self._said[node] = dict(named)
+        child = self.add(node, named[0][0], 0.0, self.behind[node] + 1)
+        self.guessed[child] = False
         self.predicted[node] = child
+        if node in self._verified:
+            self._branch(node)
+        self._weigh(node)
         return child
+
+    def confidence(self, node: int) -> float:
+        """The probability that the draft model gives the child that it predicts behind `node`."""
+        return self._said[node][self.tokens[self.predicted[node]]]
+
+    def suppose(self, window: int) -> None:
+        """The target is about to verify the first `window` tokens of the chain."""
+        self._verify([ROOT, *self.chain()[:window]])
 
     def show(self, nodes: npt.NDArray[np.void]) -> None:
         """Take what the early exit says (messages.view_dtype); node 0 of it is the root."""
@@ -95,32 +140,54 @@ class HypothesisTree:
             places.append(self.add(parent, int(nodes["token"][row]), 0.0, 0))
         probs = np.exp(np.minimum(nodes["logprobs"].astype(np.float64), 0.0))
         probs = np.nan_to_num(probs)
-        shown: dict[int, list[int]] = {}
-        for row, place in enumerate(places):
-            self.behind[place], self.guessed[place] = 0, False
-            if row:
-                shown.setdefault(self.parents[place], []).append(place)
-            for token, prob in zip(
-                nodes["candidates"][row].tolist(), probs[row].tolist(), strict=True
-            ):
-                node = self.add(place, token, prob, 0)
-                self.conds[node], self.behind[node], self.guessed[node] = prob, 0, False
-            rest = max(_LEAST_REST, 1.0 - float(probs[row].sum()))
-            if self.predicted[place] != _NONE:
-                self._weigh_drafted(place, nodes["candidates"][row].tolist(), rest)
-            self._rest[place] = rest
-        candidates = [set(row.tolist()) for row in nodes["candidates"]]
-        of_place = dict(zip(places, candidates, strict=True))
-        for parent, children in shown.items():
-            for node in children:
-                if self.tokens[node] not in of_place[parent]:
-                    self.conds[node] = self._rest[parent] / (2 * len(children))
+        for place, tokens, of_tokens in zip(
+            places, nodes["candidates"].tolist(), probs.tolist(), strict=True
+        ):
+            self._foreseen[place] = dict(zip(tokens, of_tokens, strict=True))
+        self._verify(places)
 
-    def _weigh_drafted(self, node: int, candidates: Sequence[int], rest: float) -> None:
-        """A token that was drafted before the proxy spoke has what the proxy leaves."""
-        drafted = self.predicted[node]
-        if self.tokens[drafted] not in candidates:
-            self.conds[drafted] *= rest / self._rest[node]
+    def learn(self, tokens: Sequence[int]) -> None:
+        """`tokens` were committed: who has foreseen them is trusted more."""
+        node = ROOT
+        for token in tokens:
+            if node in self._said and node in self._foreseen:
+                drafted, foreseen = self._said[node], self._foreseen[node]
+                self._trust.note(_share(drafted, token), _share(foreseen, token))
+            below = self.child(node, token)
+            if below is None:
+                return
+            node = below
+
+    def _verify(self, places: Sequence[int]) -> None:
+        self._verified = set(places)
+        for place in places:
+            self.behind[place], self.guessed[place] = 0, False
+        for place in places:
+            self._branch(place)
+            self._weigh(place)
+
+    def _branch(self, node: int) -> None:
+        """Make nodes of all tokens that are named behind a node: each may be the outcome."""
+        for token in {**self._said.get(node, {}), **self._foreseen.get(node, {})}:
+            child = self.add(node, token, 0.0, 0)
+            self.behind[child], self.guessed[child] = 0, False
+
+    def _weigh(self, node: int) -> None:
+        """Have the belief in what stands behind a node follow what was said of it."""
+        said, foreseen = self._said.get(node), self._foreseen.get(node)
+        for child in self._named_behind(node):
+            token = self.tokens[child]
+            if said is None or foreseen is None:
+                self.conds[child] = _share(said or foreseen or {}, token)
+            else:
+                self.conds[child] = self._trust.mixed(_share(said, token), _share(foreseen, token))
+
+    def _named_behind(self, node: int) -> Iterable[int]:
+        """Children that were predicted, named or are verified."""
+        tokens = {**self._said.get(node, {}), **self._foreseen.get(node, {})}
+        found = (self._children.get((node, token)) for token in tokens)
+        named = {child for child in found if child is not None and not self.guessed[child]}
+        return named | {child for child in self._verified if self.parents[child] == node}
 
     def probs(self) -> list[float]:
         """The belief that the target's output passes through each node."""
@@ -203,7 +270,7 @@ class HypothesisTree:
         return tree, read, kept
 
     def _below(self, root: int) -> tuple["HypothesisTree", list[int]]:
-        tree = HypothesisTree(self.tokens[root], self.keys[root])
+        tree = HypothesisTree(self.tokens[root], self.keys[root], self._trust)
         tree.ahead_of_root = self.seen_ahead(root)
         places = {root: ROOT}
         for node in range(root + 1, len(self.tokens)):
@@ -211,17 +278,16 @@ class HypothesisTree:
             if above is None or self._gone[node] or self.guessed[node]:
                 continue
             # What was drafted before counts no more: from here on the draft may go as far again.
-            place = tree.add(above, self.tokens[node], self.conds[node], 0)
-            tree._rest[place] = self._rest[node]
-            places[node] = place
+            places[node] = tree.add(above, self.tokens[node], self.conds[node], 0)
         cached = sorted((self.slots[n], p) for n, p in places.items() if p and self.slots[n] >= 0)
         for number, (_, place) in enumerate(cached):
             tree.slots[place] = number
         for node, place in places.items():
             tree.predicted[place] = places.get(self.predicted[node], _NONE)
+            if node in self._said:
+                tree._said[place] = self._said[node]
             if tree.predicted[place] != _NONE and node in self.ahead:
                 tree.ahead[place] = self.ahead[node]
-        tree._rest[ROOT] = self._rest[root]
         return tree, [slot for slot, _ in cached]
 
 
@@ -232,3 +298,10 @@ def is_sound(nodes: npt.NDArray[np.void], vocab_size: int) -> bool:
     rows = np.arange(len(nodes))
     above = (nodes["parent"][1:] >= 0) & (nodes["parent"][1:] < rows[1:])
     return bool(inside and above.all() and not math.isnan(float(nodes["logprobs"].sum())))
+
+
+def _share(named: Mapping[int, float], token: int) -> float:
+    """The probability of a token of which a distribution's likeliest are given."""
+    if token in named:
+        return named[token]
+    return max(_LEAST_REST, 1.0 - sum(named.values())) / _UNNAMED

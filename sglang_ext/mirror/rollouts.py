@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from sglang_ext.mirror.causal_lm import CausalLM, Feed
 from sglang_ext.mirror.draft_text import DraftText
-from sglang_ext.mirror.hypothesis_tree import ROOT
+from sglang_ext.mirror.hypothesis_tree import ROOT, Named
 from sglang_ext.mirror.payoff import RowCosts, rows_that_pay, streams_for
 
 # Rows of text that a pass reads at most: what is asked meanwhile waits for the pass.
@@ -117,18 +117,18 @@ class Rollouts:
             feeds.append(Feed(part.text.cache, *rows, wanted, ahead, self._streams))
         roots = [part.reads_root for part in parts]
         said = self._model.forward(feeds)
-        tokens, probs = said.tokens.tolist(), said.probs.tolist()
+        pairs = zip(said.tokens.tolist(), said.probs.tolist(), strict=True)
+        named = [list(zip(*row, strict=True)) for row in pairs]
         drafted, row = list[Drafted](), 0
         for part, root, feed in zip(parts, roots, feeds, strict=True):
             nodes = [ROOT, *part.nodes] if root else part.nodes
             end = row + len(nodes)
             for place in feed.ahead:
                 node = ROOT if place < len(part.unread) else part.nodes[place - len(part.unread)]
-                seen = slice(end, end + feed.streams)
-                part.text.tree.ahead[node] = list(zip(tokens[seen], probs[seen], strict=True))
-                end = seen.stop
-            read = slice(row, row + len(nodes))
-            drafted.append(self._take(part, nodes, tokens[read], probs[read]))
+                seen = named[end : end + feed.streams]
+                part.text.tree.ahead[node] = [likeliest for likeliest, *_ in seen]
+                end += feed.streams
+            drafted.append(self._take(part, nodes, named[row : row + len(nodes)]))
             row = end
         self._count(feeds, drafted, time.perf_counter() - begun)
         return [one for one in drafted if one.nodes]
@@ -157,16 +157,14 @@ class Rollouts:
             rows.add(read + max(guessed, key=lambda row: tree.depths[part.nodes[row]]))
         return sorted(rows)
 
-    def _take(
-        self, part: Part, nodes: Sequence[int], tokens: Sequence[int], probs: Sequence[float]
-    ) -> Drafted:
+    def _take(self, part: Part, nodes: Sequence[int], named: Sequence[Named]) -> Drafted:
         """What was predicted behind `nodes`; guesses that were not confirmed say nothing."""
         text, said = part.text, []
         tree = text.tree
-        for node, token, prob in zip(nodes, tokens, probs, strict=True):
+        for node, likely in zip(nodes, named, strict=True):
             if not tree.guessed[node]:
-                tree.predict(node, token, prob)
-                said.append((tree.keys[node], len(text.tokens) + tree.depths[node], token, prob))
+                tree.predict(node, likely)
+                said.append((tree.keys[node], len(text.tokens) + tree.depths[node], *likely[0]))
         tree.drop_guesses(nodes)
         self.totals.tokens += len(said)
         text.trim()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sglang_ext.mirror import lm_loading
-from sglang_ext.mirror.causal_lm import CausalLM, Feed
+from sglang_ext.mirror.causal_lm import NAMED, CausalLM, Feed
 from sglang_ext.mirror.lm_loading import DraftModelError
 from sglang_ext.mirror.tree_cache import ROOT
 from sglang_ext.mirror.weight_formats import GroupedWeight, PlainWeight, made
@@ -31,7 +31,7 @@ def pair(request, tmp_path_factory) -> tuple[CausalLM, Reference]:
 def read(model: CausalLM, cache, text=(), tokens=(), parents=()):
     n = (1 if text else 0) + len(tokens)
     said = model.forward([Feed(cache, text, tokens, parents, n)])
-    return list(zip(said.tokens.tolist(), said.probs.tolist(), strict=True))
+    return list(zip(said.tokens[:, 0].tolist(), said.probs[:, 0].tolist(), strict=True))
 
 
 def same(said, expected):
@@ -86,8 +86,12 @@ def test_requests_of_one_pass_do_not_see_each_other(pair):
     feeds = [Feed(caches[0], TEXT, [7], [ROOT], 2), Feed(caches[1], TEXT[:3], [], [], 1)]
     said = model.forward(feeds)
     expected = [reference.best(t) for t in (TEXT, [*TEXT, 7], TEXT[:3])]
-    assert said.tokens.tolist() == [token for token, _ in expected]
-    assert said.probs == pytest.approx([prob for _, prob in expected], abs=1e-4)
+    assert said.tokens[:, 0].tolist() == [token for token, _ in expected]
+    assert said.probs[:, 0] == pytest.approx([prob for _, prob in expected], abs=1e-4)
+    for row, of in enumerate((TEXT, [*TEXT, 7], TEXT[:3])):
+        tokens, probs = reference.likeliest(of, NAMED)
+        assert said.tokens[row].tolist() == tokens
+        assert said.probs[row] == pytest.approx(probs, abs=1e-4)
 
 
 def test_a_cache_grows_with_its_text(pair):

@@ -95,7 +95,7 @@ def test_streams_see_their_rows_path_and_each_other_as_in_training(folder):
         Feed(cache, PROMPT, [7, 30, 9], [ROOT, ROOT, 0], 4, [len(PROMPT) - 1, 11, 12], STREAMS),
         Feed(model.new_cache(), PROMPT[:3], [], [], 1, [2], 2),
     ]
-    said = model.forward(feeds).tokens.tolist()
+    said = model.forward(feeds).tokens[:, 0].tolist()
     assert len(said) == 4 + 3 * STREAMS + 1 + 2
     seen = [said[i : i + STREAMS] for i in (4, 7, 10)]
     paths = [PROMPT, [*PROMPT, 30], [*PROMPT, 7, 9]]
@@ -103,7 +103,7 @@ def test_streams_see_their_rows_path_and_each_other_as_in_training(folder):
     # A large batch looks less far: the first streams say the same without those behind them.
     assert said[14:] == said_in_training(model, PROMPT[:3])[:2]
     # What was read in between does not matter, nor do the slots that streams have left.
-    said = model.forward([Feed(cache, [], [11], [2], 1, [0], STREAMS)]).tokens.tolist()
+    said = model.forward([Feed(cache, [], [11], [2], 1, [0], STREAMS)]).tokens[:, 0].tolist()
     assert said[1:] == said_in_training(model, [*PROMPT, 7, 9, 11])
 
 

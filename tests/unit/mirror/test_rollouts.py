@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from sglang_ext.mirror import lm_loading, messages, rollouts, text_keys
+from sglang_ext.mirror.causal_lm import NAMED
 from sglang_ext.mirror.channel import Channel
 from sglang_ext.mirror.executor import Executor
+from sglang_ext.mirror.hypothesis_tree import ROOT, ExitTrust, HypothesisTree
 from sglang_ext.mirror.messages import Kind
 from sglang_ext.mirror.payoff import RowCosts
 from sglang_ext.mirror.shared_ring import Record
@@ -160,14 +162,40 @@ def test_likely_outcomes_are_drafted_before_one_of_them_comes(bench, reference):
     done = bench.executor._rollouts.totals
     rows = done.rows
     bench.tell(*text(1, outcomes[2], len(PROMPT)))
+    assert not bench.executor._texts[1].unread
     bench.work()
     after = PROMPT + outcomes[2]
     assert bench.chain(after, 2 * WINDOW) == reference.continued(after, 2 * WINDOW)
-    assert done.rows - rows <= 3 * WINDOW
+    # Chains behind what the draft model holds possible where it is verified next, and its own.
+    assert done.rows - rows <= (3 + (WINDOW + 1) * (NAMED - 1)) * WINDOW
+
+
+def test_the_models_own_next_choices_are_drafted_for_before_the_exit_speaks(bench, reference):
+    bench.tell(*text(1, PROMPT), ask(1, len(PROMPT), WINDOW))
+    bench.work()
+    window = bench.chain(PROMPT, WINDOW)
+    nodes = [(PROMPT[-1], -1), *((token, i) for i, token in enumerate(window))]
+    other = [token for token in (77, 78, 79, 80, 81) if token not in window][:1]
+    shown = view(1, len(PROMPT), nodes, [other] * len(nodes), [[-0.1]] * len(nodes))
+    bench.tell(*shown)  # from now on drafting is to be hidden
+    bench.work()
+    outcome = [*window[:1], reference.likeliest([*PROMPT, *window[:1]], 3)[0][1]]
+    after = PROMPT + outcome
+    bench.tell(*text(1, outcome, len(PROMPT)))
+    assert bench.chain(after, WINDOW) == reference.continued(after, WINDOW)
+    bench.work()
+    # No exit has spoken of what is verified now: the draft model's chain, and its other choices.
+    again = bench.chain(after, WINDOW)
+    for accepted in range(WINDOW + 1):
+        path = after + again[:accepted]
+        for choice in reference.likeliest(path, NAMED)[0]:
+            expected = reference.continued([*path, choice], 2)
+            assert bench.chain([*path, choice], 2) == expected, (accepted, choice)
 
 
 def test_the_likeliest_outcomes_come_first(folder, reference):
     [bench] = [next(made(folder))]
+    bench.executor._trust.weight = 1.0  # in the exit
     bench.tell(*text(1, PROMPT), ask(1, len(PROMPT), 1))
     bench.work()
     [first] = bench.chain(PROMPT, 1)
@@ -181,6 +209,31 @@ def test_the_likeliest_outcomes_come_first(folder, reference):
     bench.hear()
     assert bench.chain([*PROMPT, 30]), "the outcome of probability 0.85"
     assert not bench.chain([*PROMPT, 31]), "the outcome of probability 0.01"
+
+
+def test_who_foresees_more_is_trusted_more():
+    trust = ExitTrust()
+    for _ in range(200):
+        trust.note(0.9, 0.1)
+    assert trust.weight < 0.05
+    for _ in range(200):
+        trust.note(0.1, 0.9)
+    assert trust.weight > 0.9
+    tree = HypothesisTree(1, text_keys.of_text([1]), trust)
+    child = tree.predict(ROOT, [(5, 0.6), (6, 0.3)])
+    assert tree.conds[child] == 0.6 and tree.child(ROOT, 6) is None, "the exit has said nothing"
+    shown = np.zeros(2, messages.view_dtype(2))
+    shown["token"], shown["parent"] = [1, 5], [-1, 0]
+    shown["candidates"], shown["logprobs"] = [[6, 7], [8, 9]], np.log([[0.8, 0.1], [0.5, 0.4]])
+    tree.show(shown)
+    six, seven = tree.child(ROOT, 6), tree.child(ROOT, 7)
+    assert six is not None and seven is not None
+    assert tree.conds[six] == pytest.approx(trust.mixed(0.3, 0.8))
+    assert tree.conds[seven] == pytest.approx(trust.mixed(0.1 / 8, 0.1))
+    assert tree.conds[child] == pytest.approx(trust.mixed(0.6, 0.1 / 8))
+    before = trust.weight
+    tree.learn([6])
+    assert trust.weight > before
 
 
 def test_requests_share_passes_and_each_gets_its_own_text(bench, reference):

@@ -47,3 +47,10 @@ class Reference:
         """The likeliest next token and its probability."""
         probs = self._model(torch.tensor([list(text)])).logits[0, -1].softmax(-1)
         return int(probs.argmax()), float(probs.max())
+
+    @torch.inference_mode()
+    def likeliest(self, text: Sequence[int], most: int) -> tuple[list[int], list[float]]:
+        """The likeliest next tokens and their probabilities, the best first."""
+        probs = self._model(torch.tensor([list(text)])).logits[0, -1].softmax(-1)
+        best = probs.topk(most)
+        return best.indices.tolist(), best.values.tolist()
