@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from sglang_ext.mirror.causal_lm import CausalLM, Feed
 from sglang_ext.mirror.draft_text import DraftText
 from sglang_ext.mirror.hypothesis_tree import ROOT, Named
-from sglang_ext.mirror.payoff import RowCosts, rows_that_pay, streams_for
+from sglang_ext.mirror.payoff import RowCosts, rows_that_pay, rows_to_read_ahead, streams_for
 
 # Rows of text that a pass reads at most: what is asked meanwhile waits for the pass.
 CHUNK = 64
 _MOST_ROWS = 32
 # What is less likely is not followed: drafting may share its cores with others.
-_LEAST_BELIEF = 0.002
+_LEAST_BELIEF = 0.01
 # Nodes for which the text itself is searched in a pass, and what is taken of it.
 _GUESSED_FOR = 4
 _GUESSES = 6
@@ -238,7 +238,7 @@ class Rollouts:
         beliefs = [belief for belief, _, _ in pool[:_MOST_ROWS]]
         looking = {id(text) for _, text, _ in pool[:_MOST_ROWS] if text.streams}
         cost = self._cost(min(len(looking), _GUESSED_FOR))
-        rows = rows_that_pay(beliefs, cost, time_left)
+        rows = rows_to_read_ahead(beliefs, cost, time_left)
         self._drop(pool[rows:])
         return self._parts_of(pool[:rows])
 

@@ -9,6 +9,7 @@ from sglang_ext.mirror.payoff import (
     kappa_for,
     length_that_pays,
     rows_that_pay,
+    rows_to_read_ahead,
     streams_for,
     tokens_of,
 )
@@ -22,6 +23,18 @@ def test_rows_are_read_while_they_ride_along():
     assert rows_that_pay(unlikely, costs, 99.0) == 4
     assert rows_that_pay(unlikely, lambda rows: float(rows), 99.0) == 1
     assert rows_that_pay([1.0] * 16, lambda rows: 10.0 + rows, 99.0) == 16
+
+
+def test_rows_that_cost_little_ride_along_where_nobody_waits():
+    def costs(rows: int) -> float:
+        return 10.0 + 0.5 * min(rows, 8) + 3.0 * max(0, rows - 8)
+
+    unlikely = [1.0, 0.03, *[0.01] * 14]
+    assert rows_that_pay(unlikely, costs, 99.0) == 1
+    assert rows_to_read_ahead(unlikely, costs, 99.0) == 8
+    assert rows_to_read_ahead(unlikely, costs, 12.0) == 4, "no later than the outcome"
+    assert rows_to_read_ahead(unlikely[:3], costs, 99.0) == 3
+    assert rows_to_read_ahead(unlikely, costs, 9.0) == 0
 
 
 def test_no_row_is_read_that_ends_too_late():
