@@ -23,9 +23,9 @@ distribution_* (sampling at T = 1 and others, as check_sampling has it); executo
 wrong_after_kills, hangs_after_kills.
 
     python -m scripts.bench_mirror [--quick] [--json FILE] [--folder DIR] [--parts NAME,...]
-        [--minutes N] [--list] [--plots DIR] [--model TARGET] [--draft-model DRAFT] [--streams DIR]
-        [--prompts N] [--prompt-tokens N] [--tokens N] [--window N] [--batches N,...] [--kills N]
-        [--lens-seconds N]
+        [--minutes N] [--list] [--plots DIR] [--model TARGET] [--draft-model DRAFT]
+        [--draft-weights FORMAT] [--streams DIR] [--prompts N] [--prompt-tokens N] [--tokens N]
+        [--window N] [--batches N,...] [--kills N] [--lens-seconds N]
 
 A whole run takes some eight hours, so it has parts of under half an hour (--list). What they find
 is kept in --folder: the same command goes on with what is missing, and --minutes begins no part
@@ -82,6 +82,8 @@ def read_options() -> argparse.Namespace:
     args.set_defaults(model=TARGET)
     add = args.add_argument
     add("--draft-model", default=DRAFT, metavar="NAME", help="name or path [%(default)s]")
+    add("--draft-weights", default="auto", metavar="FORMAT",
+        help="of the draft model, as --mirror-weights [%(default)s]")  # fmt: skip
     add("--streams", default="", metavar="DIR",
         help="of `drafter train --kind streaming`: the draft model's")  # fmt: skip
     add("--folder", type=Path, metavar="DIR", help="keep results there, and go on from them")
@@ -137,7 +139,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
     """What all parts agree in."""
     return Settings(
         options.model, options.draft_model, options.streams, options.tokens, options.window,
-        options.prompts, options.prompt_tokens, options.lens_seconds,
+        options.prompts, options.prompt_tokens, options.lens_seconds, options.draft_weights,
     )  # fmt: skip
 
 
@@ -164,10 +166,11 @@ def measured(options: argparse.Namespace, parts: Sequence[Part], folder: ResultF
         from scripts.lib.mirror_plots import write_plots
 
         write_plots(options.plots, results)
-    print(f"\ntarget {options.model}, draft {options.draft_model}")
+    weights = options.draft_weights
+    print(f"\ntarget {options.model}, draft {options.draft_model}, its weights {weights}")
     figures = report(results.figures() | {"window": options.window}, options.json)
     if options.json is not None:
-        note_pair(options.json, options.model, options.draft_model)
+        note_pair(options.json, options.model, options.draft_model, weights)
     left = [part.name for part in all_parts() if not folder.part(part.name).complete]
     return judged(figures, whole=not left and not options.quick)
 
@@ -207,10 +210,11 @@ def judged(figures: dict[str, float], whole: bool) -> int:
     return int(bool(lines))
 
 
-def note_pair(path: Path, target: str, draft: str) -> None:
+def note_pair(path: Path, target: str, draft: str, weights: str) -> None:
     """Name the models beside the figures."""
+    named = {"target": target, "draft": draft, "draft_weights": weights}
     written = json.loads(path.read_text())
-    path.write_text(json.dumps({**written, "target": target, "draft": draft}, indent=2) + "\n")
+    path.write_text(json.dumps({**written, **named}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,13 @@ class Split:
     drafts: bool = True
 
     def flags(
-        self, draft: str, layers: int, window: int, lens_seconds: float, streams: str = ""
+        self,
+        draft: str,
+        layers: int,
+        window: int,
+        lens_seconds: float,
+        streams: str = "",
+        weights: str = "auto",
     ) -> list[str]:
         """Of `sglang-ext serve`.
 
@@ -110,6 +116,7 @@ class Split:
             layers: of the target.
             window: gamma.
             lens_seconds: most that a lens may take that is not kept yet.
+            weights: of the draft model.
         """
         bounds = [
             "--max-running-requests", str(MOST_BATCH), "--max-total-tokens", "8192",
@@ -121,7 +128,8 @@ class Split:
         return [
             "--speculative-algorithm", "SSSD", "--drafter", "mirror", "--drafters", "sssd",
             "--draft-model", draft, "--mirror-device", f"cpu:{cores}",
-            "--mirror-window", str(window), "--mirror-kappa", str(NAMED),
+            "--mirror-weights", weights, "--mirror-window", str(window),
+            "--mirror-kappa", str(NAMED),
             "--mirror-lens", self.lens, "--mirror-exit-layer", str(layers * self.exit_part // 4),
             "--mirror-lens-seconds", f"{lens_seconds:g}", "--mirror-cache-mb", "256", *bounds,
             *(["--mirror-streams", streams] if streams else []),

@@ -72,6 +72,7 @@ class Settings:
         window: gamma.
         prompts: of each task; `prompt_tokens` the most of one.
         lens_seconds: most that fitting a lens may take.
+        draft_weights: as `--mirror-weights`.
     """
 
     target: str
@@ -82,6 +83,7 @@ class Settings:
     prompts: int
     prompt_tokens: int
     lens_seconds: float
+    draft_weights: str = "auto"
 
 
 @contextlib.contextmanager
@@ -119,7 +121,9 @@ class Servers:
             self.stop()
             check_memory(self._settings)
             s = self._settings
-            flags = split.flags(s.draft, self._layers, s.window, s.lens_seconds, s.streams)
+            flags = split.flags(
+                s.draft, self._layers, s.window, s.lens_seconds, s.streams, s.draft_weights
+            )
             server = Server(s.target, flags, name=split.name)
             server.env["OMP_NUM_THREADS"] = str(len(split.target_cores))
             print(f"starting server {split.name}, its log {server.log}", flush=True)
