@@ -17,7 +17,7 @@ from sglang_ext.mirror.tree_cache import TreeCache
 from sglang_ext.mirror.weight_formats import Weight
 
 # Next tokens that are named behind each row.
-NAMED = 4
+NAMED = 8
 
 
 @dataclass(frozen=True)

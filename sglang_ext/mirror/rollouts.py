@@ -19,7 +19,7 @@ from sglang_ext.mirror.payoff import RowCosts, rows_that_pay, rows_to_read_ahead
 CHUNK = 64
 _MOST_ROWS = 32
 # What is less likely is not followed: drafting may share its cores with others.
-_LEAST_BELIEF = 0.01
+_LEAST_BELIEF = 0.004
 # Nodes for which the text itself is searched in a pass, and what is taken of it.
 _GUESSED_FOR = 4
 _GUESSES = 6

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from sglang_ext.cpu.group_weights import GROUP, GroupWeight
 
 FORMATS = ("fp32", "bf16", "int8", "int4")
-_BITS = {"int8": 8, "int4": 4}
+# Of these, on a CPU, those in groups, and their bits.
+GROUPED = {"int8": 8, "int4": 4}
 
 
 class Weight(Protocol):
@@ -74,4 +75,4 @@ def made(weight: torch.Tensor, kind: str, device: str) -> Weight:
         return PlainWeight(weight.to(device), torch.float32)
     if kind == "bf16" or not device.startswith("cpu") or weight.shape[1] % GROUP:
         return PlainWeight(weight.to(device), torch.bfloat16)
-    return GroupedWeight(weight, _BITS[kind])
+    return GroupedWeight(weight, GROUPED[kind])
