@@ -14,6 +14,7 @@ import sys
 from sglang_ext.mirror.draft_devices import DraftDevice
 
 _CANNOT = 2
+_NICE = 10
 
 
 def main() -> int:
@@ -32,6 +33,10 @@ def main() -> int:
     device = DraftDevice.parse(options.device)
     # Before torch is there: its threads take both from the process.
     os.environ["OMP_NUM_THREADS"] = str(device.threads)
+    if device.torch_name == "cpu":
+        # Whoever else needs a core takes the draft's time before the target's, which waits for none
+        # of what is drafted ahead.
+        os.nice(_NICE)
     try:
         device.bind()
         _draft(options, device)

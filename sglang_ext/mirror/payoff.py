@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 _FADE = 0.1
-# What a row may take beside others, as part of a pass of one, to be read before it pays.
-_RIDING = 1 / 12
+# Of a pass of one row: what a row may take beside others to be read before it pays, and how long
+# a pass may get by such rows.
+_RIDING, _LONGEST = 1 / 6, 2.5
 # Row counts between these are interpolated.
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -66,14 +67,15 @@ def rows_that_pay(probs: Sequence[float], cost: Callable[[int], float], most_s: 
 def rows_to_read_ahead(probs: Sequence[float], cost: Callable[[int], float], most_s: float) -> int:
     """How many of the likeliest nodes a pass reads that nobody waits for.
 
-    Those that pay, and others as long as one takes little beside a pass of one row, which it would
-    cost later: fewer passes leave more of the memory's bandwidth to the target.
+    Those that pay, and others as long as one takes little beside a pass of its own, which it would
+    take later: whatever a pass reads, it reads the weights once, and the target waits for memory.
 
     Args, returns: as `rows_that_pay`.
     """
     rows = rows_that_pay(probs, cost, most_s)
-    little = _RIDING * cost(1)
-    while 0 < rows < len(probs) and cost(rows + 1) <= min(most_s, cost(rows) + little):
+    alone = cost(1)
+    longest = min(most_s, _LONGEST * alone)
+    while 0 < rows < len(probs) and cost(rows + 1) <= min(longest, cost(rows) + _RIDING * alone):
         rows += 1
     return rows
 

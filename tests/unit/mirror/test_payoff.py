@@ -35,6 +35,7 @@ def test_rows_that_cost_little_ride_along_where_nobody_waits():
     assert rows_to_read_ahead(unlikely, costs, 12.0) == 4, "no later than the outcome"
     assert rows_to_read_ahead(unlikely[:3], costs, 99.0) == 3
     assert rows_to_read_ahead(unlikely, costs, 9.0) == 0
+    assert rows_to_read_ahead([1.0, *[0.01] * 31], lambda rows: 9.0 + rows, 99.0) == 16, "2.5 times"
 
 
 def test_no_row_is_read_that_ends_too_late():
