@@ -47,6 +47,7 @@ def main() -> int:
 
 
 def _draft(options: argparse.Namespace, device: DraftDevice) -> None:
+    import numba
     import torch
 
     from sglang_ext.mirror import lm_loading
@@ -56,6 +57,8 @@ def _draft(options: argparse.Namespace, device: DraftDevice) -> None:
     from sglang_ext.mirror.weight_formats import GROUPED
 
     torch.set_num_threads(device.threads)
+    # Starts numba's team: one that starts behind `torch.set_num_threads(1)` takes twice as long.
+    numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
     channel = Channel.open(options.channel)
     model = lm_loading.load(options.model, options.weights, device.torch_name)
     if options.weights in GROUPED:
