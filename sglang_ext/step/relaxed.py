@@ -181,9 +181,7 @@ def _no_doubles(
 
 
 def relax(chosen: torch.Tensor, logits: torch.Tensor, relaxed: RelaxedNodes) -> torch.Tensor:
-    """Put what relaxation accepts in the place of the target's own tokens.
-
-    Nothing waits for a device.
+    """Put what relaxation accepts in the place of the target's own tokens, on the host.
 
     Args:
         chosen: int64[T], the token that each row of logits goes on with; changed in place.
@@ -193,8 +191,6 @@ def relax(chosen: torch.Tensor, logits: torch.Tensor, relaxed: RelaxedNodes) -> 
     Returns:
         bool[T], the rows whose token was replaced.
     """
-    if chosen.device.type != "cpu":
-        return _relax_on_device(chosen, logits, relaxed)
     taken = relax_on_host(
         chosen.numpy(),
         logits.float().numpy(),
@@ -209,9 +205,10 @@ def relax(chosen: torch.Tensor, logits: torch.Tensor, relaxed: RelaxedNodes) -> 
     return torch.from_numpy(taken)
 
 
-def _relax_on_device(
+def relax_on_device(
     chosen: torch.Tensor, logits: torch.Tensor, relaxed: RelaxedNodes
 ) -> torch.Tensor:
+    """As `relax`, on any device; nothing waits for it."""
     parents, count = relaxed.parents, len(relaxed)
     own = relaxed.tokens == chosen[parents]
     ended = (chosen[parents][:, None] == relaxed.ends).any(dim=1)

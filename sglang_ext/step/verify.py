@@ -23,7 +23,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.cpu.likeliest import likeliest_tokens
 from sglang_ext.step.bias import BiasedRows, coins_of, is_greedy, prefer
-from sglang_ext.step.relaxed import RelaxedNodes, marks_of, relax
+from sglang_ext.step.relaxed import RelaxedNodes, marks_of, relax, relax_on_device
 from sglang_ext.tree import PackedTrees, child_with, walk
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def accept_on_device(
         biased, relaxed: as in accept_on_host.
     """
     predicted = _tokens_at_nodes(logits, verify_input, sampling_info, positions, sampler, biased)
-    taken = relax(predicted, logits, relaxed) if relaxed is not None else None
+    taken = relax_on_device(predicted, logits, relaxed) if relaxed is not None else None
     if tp_group.world_size > 1:
         tp_group.broadcast(predicted, src=0)
     accepted = walk_on_device(predicted, verify_input)
