@@ -13,7 +13,7 @@ from sglang_ext.budget.cost_model import CostModel
 from sglang_ext.budget.prefill_ration import PrefillRation
 from sglang_ext.budget.rationing import DraftingRation
 from sglang_ext.drafters import Bias, Drafter, DrafterContext, load_all, overrides
-from sglang_ext.step import penalties
+from sglang_ext.step import penalties, relaxed
 from sglang_ext.step.asking import AskedDrafter
 from sglang_ext.step.drafter_choice import CountedStep, DrafterChoice, arms_of
 from sglang_ext.step.metrics import BudgetLog, SpeculationMetrics
@@ -86,6 +86,8 @@ class DraftPlanner:
         self._ration = DraftingRation() if rationed else None
         if rationed:
             warm_up()
+        if active and context.device == "cpu" and context.options.relaxed_acceptance:
+            relaxed.warm_up()
         self._look: tuple[bool, float] | None = None
         self._prefill_rations: dict[str, PrefillRation] = {}
         self._read: dict[str, _Read] = {}

@@ -112,7 +112,7 @@ class Relaxation:
                 parents = first + packed.parents[b, at].astype(np.int64)
                 logprobs = None if packed.logprobs is None else packed.logprobs[b, at]
                 parts.append(_Drafted(r, parents, first + at, packed.tokens[b, at], logprobs))
-        return cls._joined(parts, int(packed.depths.max()))
+        return cls._joined(parts, int(packed.depths.max()) if parts else 0)
 
     @classmethod
     def of_chains(
@@ -203,6 +203,14 @@ def relax(chosen: torch.Tensor, logits: torch.Tensor, relaxed: RelaxedNodes) -> 
         ),
     )  # fmt: skip
     return torch.from_numpy(taken)
+
+
+def warm_up() -> None:
+    """Compile `relax`, or load it from numba's cache, so that no request waits for it."""
+    row = torch.zeros(1, dtype=torch.int64)
+    one, nothing = torch.ones(1), torch.full((1,), torch.nan)
+    nodes = RelaxedNodes(row, row + 1, row, nothing, row + 1, one, row[:, None], False, 1)
+    relax(torch.ones(2, dtype=torch.int64), torch.zeros(2, 2), nodes)
 
 
 def relax_on_device(

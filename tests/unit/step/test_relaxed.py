@@ -267,6 +267,17 @@ def test_of_equally_long_paths_the_targets_own_token_goes_before_then_the_likeli
     assert one_step([even] * 3, [2, 1], rule, parents=[-1] * 2)[0] == [2, 0]
 
 
+def test_the_rule_is_compiled_before_a_request_asks_for_it():
+    relaxed.warm_up()
+    packed = pack([0, 0], [TokenTree.chain([1]), TokenTree.chain([1, 2])], 4)
+    logits = torch.zeros(8, VOCAB)
+    for ragged in (False, True):
+        on_host(logits, packed, [asking(RelaxedRule())] * 2, ragged=ragged)
+    sampled = {"is_all_greedy": False, "top_ks": torch.ones(2, dtype=torch.int64)}
+    on_host(logits, packed, [asking(RelaxedRule())] * 2, **sampled)
+    assert len(relaxed.relax_on_host.nopython_signatures) == 1
+
+
 def test_of_paths_that_pass_the_longest_is_taken():
     rule = RelaxedRule(top_beta=2, tau=1)
     # The root's own token, 0, has nothing behind it; behind 1 a child passes.
