@@ -74,17 +74,11 @@ def narrowed(proxy: Proxy, tokens: torch.Tensor, pack: Pack = plain_product) -> 
         pack: makes the product.
 
     Raises:
-        ValueError: fewer tokens than candidates, or a head whose rows cannot be taken.
+        ValueError: fewer tokens than candidates.
     """
-    weight = getattr(proxy.parts.head, "weight", None)
-    if weight is None or weight.dim() != 2 or not weight.is_floating_point():
-        raise ValueError("the LM head's rows cannot be taken: its weight is no plain matrix")
-    # SGLang's word for weights that are not what they were loaded as (cpu/released_weights.py).
-    if reason := getattr(proxy.parts.head, "_weight_export_error", None):
-        raise ValueError(reason)
     if len(tokens) < proxy.kappa:
         raise ValueError(f"{proxy.kappa} candidates need as many tokens, got {len(tokens)}")
-    rows, bias = weight.detach()[tokens], None
+    rows, bias = proxy.parts.head_rows(tokens), None
     if proxy.lens is not None:
         exact = rows.float()
         bias = (exact @ proxy.lens.bias.float()).to(rows.dtype)

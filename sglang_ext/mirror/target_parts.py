@@ -14,6 +14,9 @@ _HEADS = ("lm_head", "output", "embed_out")
 _CAPTURE = "capture_output"
 _BOUNDARIES = "sglang.srt.layers.layer_boundary"
 
+# Rows of a head are read by so many unit vectors at a time: each makes a number of each token.
+_UNITS = 64
+
 Receive = Callable[[torch.Tensor], None]
 
 
@@ -47,10 +50,32 @@ class TargetParts:
         SGLang's LogitsProcessor does the same (layers/logits_processor.py), and more for several
         ranks, which do not come here.
         """
+        return self.finished(self._product(normed)[..., : self.vocab_size].float())
+
+    def head_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """float[n, d], the LM head's rows of these tokens, int64[n].
+
+        Of a head that does not have its weight as a plain matrix (a quantized one, or one that
+        keeps it in fewer bits alone) they are what it makes of unit vectors: what it multiplies by.
+        """
+        weight: Any = getattr(self.head, "weight", None)
+        plain = weight is not None and weight.dim() == 2 and weight.is_floating_point()
+        # SGLang's word for weights that are not what they were loaded as (cpu/released_weights.py).
+        if plain and not getattr(self.head, "_weight_export_error", None):
+            rows: torch.Tensor = weight.detach()[tokens]
+            return rows
+        normed = next(self.norm.parameters(), None)
+        size = weight.shape[1] if plain or normed is None else len(normed)
+        units = torch.eye(size, dtype=torch.float32 if normed is None else normed.dtype)
+        read = [self._product(some)[:, tokens].T for some in units.split(_UNITS)]
+        return torch.cat(read, dim=1)
+
+    def _product(self, normed: torch.Tensor) -> torch.Tensor:
+        """float[T, at least vocab_size] of final normalised states, float[T, d]."""
         method: Any = getattr(self.head, "quant_method", None)
         of_sglang = hasattr(method, "apply")
-        logits = method.apply(self.head, normed) if of_sglang else self.head(normed)
-        return self.finished(logits[..., : self.vocab_size].float())
+        made: torch.Tensor = method.apply(self.head, normed) if of_sglang else self.head(normed)
+        return made
 
     def finished(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of a product with rows of the head, scaled and capped as the target's."""
