@@ -2,25 +2,28 @@
 
 The devices are cores: the target has one, the draft model another, as the paper's GPU and NPU; SD
 is measured on the same split, and with both cores for each model in turn. One server is up at a
-time. On each, AR and its other rows take turns on every prompt of Spec-Bench's six tasks and code,
-and at being first; each answer reads its prompt anew. No lens was fitted on these prompts. SD waits
-for its draft in every step; Mirror drafts for what the target's exit foresees: by the LM head on
-its state (head: the paper's) or by a fitted lens (lens: ours). The draft model gives one token a
-pass, or several: where the request's own text drafts for it (retrieval), or its streams
-(streaming, with --streams).
+time, and each task begins one anew, as a server's speed depends on where in memory it came to lie.
+On each, AR and its other rows take turns on every prompt of Spec-Bench's six tasks and code, and at
+being first; each answer reads its prompt anew. No lens was fitted on these prompts. SD waits for
+its draft in every step and verifies it whole: a window of gamma tokens, fewer where so many do not
+pay in the mean. "SD, auto" is what a server does by itself (--budget auto, retrieval): it waits
+while another token pays, and verifies those that pay. So does Mirror, which drafts for what the
+target's exit foresees: by the LM head on its state (head: the paper's) or by a fitted lens (lens:
+ours). The draft model gives one token a pass, or several: where the request's own text drafts for
+it (retrieval), or its streams (streaming, with --streams).
 
 Figures: mismatches (greedy outputs that are not AR's) of outputs_compared, prompts_compared;
 speedup_mirror_vs_ar, _vs_vanilla (by SD on the same split), _vs_vanilla_both (by SD with both
-cores), all of "Mirror lens, retrieval", means over tasks; tokens_s_*, accept_length_*, step_ms_*,
-speedup_* of each row; hidden_share (of the draft model's drafting what no step waited for, in
-tasks_where_drafting_fits into the suffix; hidden_share_all: in all); fallback_share (drafts that
-were not there when asked for); latency_law_error (a step's time by Eq. 10 from its parts, measured
-in the same steps; _foretold: from what SD waits for its drafts); draft_steps_per_window (passes of
-the draft model for gamma tokens that SD waits for), _retrieval, _streaming, and
-draft_steps_ratio_*; fallback_exitL_kappaK (outcomes that the exit behind layer L did not have among
-its first K candidates), fallback_rises; mirrored_retrieval_critical_ms and unmirrored_ at batch 32;
-distribution_* (sampling at T = 1 and others, as check_sampling has it); executor_kills,
-wrong_after_kills, hangs_after_kills.
+cores), _vs_sd_auto, _vs_sd_auto_both, all of "Mirror lens, retrieval", means over tasks;
+tokens_s_*, accept_length_*, step_ms_*, speedup_* of each row; hidden_share (of the draft model's
+drafting what no step waited for, in tasks_where_drafting_fits into the suffix; hidden_share_all: in
+all); fallback_share (drafts that were not there when asked for); latency_law_error (a step's time
+by Eq. 10 from its parts, measured in the same steps; _foretold: from what SD waits for its drafts);
+draft_steps_per_window (passes of the draft model for gamma tokens that SD waits for), _retrieval,
+_streaming, and draft_steps_ratio_*; fallback_exitL_kappaK (outcomes that the exit behind layer L
+did not have among its first K candidates), fallback_rises; mirrored_retrieval_critical_ms and
+unmirrored_ at batch 32; distribution_* (sampling at T = 1 and others, as check_sampling has it);
+executor_kills, wrong_after_kills, hangs_after_kills.
 
     python -m scripts.bench_mirror [--quick] [--json FILE] [--folder DIR] [--parts NAME,...]
         [--minutes N] [--list] [--plots DIR] [--model TARGET] [--draft-model DRAFT]

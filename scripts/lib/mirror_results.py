@@ -13,7 +13,9 @@ from scripts.lib.mirror_rows import (
     MIRROR,
     OWN,
     SD,
+    SD_AUTO,
     SD_BOTH,
+    SD_BOTH_AUTO,
     SD_RETRIEVAL,
     SD_STREAMING,
     Split,
@@ -153,6 +155,8 @@ class Results:
             "ar": self.alone(OWN, AR.name),
             "vanilla": self.alone(OWN, SD.name),
             "vanilla_both": self.alone(BOTH, SD_BOTH.name),
+            "sd_auto": self.alone(OWN, SD_AUTO.name),
+            "sd_auto_both": self.alone(BOTH, SD_BOTH_AUTO.name),
         }
         made = {f"speedup_mirror_vs_{name}": mean_ratio(mine, of) for name, of in against.items()}
         return {**made, "tasks": len({a.task for a in mine})}

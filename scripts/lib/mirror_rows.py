@@ -55,17 +55,26 @@ def key_of(name: str) -> str:
     return name.lower().replace(", ", "_").replace(" ", "_")
 
 
-def _mirror(exit: bool, retrieval: bool, streams: bool = False) -> dict[str, Any]:
+def _mirror(
+    exit: bool, retrieval: bool, streams: bool = False, budget: str = "auto"
+) -> dict[str, Any]:
     wanted = {"exit": exit, "retrieval": retrieval, "streams": streams, "kappa": KAPPA}
-    return {"drafter": "mirror", "budget": "fixed", "mirror": wanted, "ingest": False}
+    return {"drafter": "mirror", "budget": budget, "mirror": wanted, "ingest": False}
+
+
+def _vanilla(retrieval: bool = False, streams: bool = False) -> dict[str, Any]:
+    """As published: each step waits for all of a window, and verifies it."""
+    return _mirror(exit=False, retrieval=retrieval, streams=streams, budget="fixed")
 
 
 AR = Row("AR", {"drafter": "none", "ingest": False})
 AR_BOTH = Row("AR, both cores", AR.params)
-SD = Row("SD", _mirror(exit=False, retrieval=False))
-SD_RETRIEVAL = Row("SD, retrieval", _mirror(exit=False, retrieval=True))
-SD_STREAMING = Row("SD, streaming", _mirror(exit=False, retrieval=False, streams=True))
+SD = Row("SD", _vanilla())
+SD_RETRIEVAL = Row("SD, retrieval", _vanilla(retrieval=True))
+SD_STREAMING = Row("SD, streaming", _vanilla(streams=True))
+SD_AUTO = Row("SD, auto", _mirror(exit=False, retrieval=True))
 SD_BOTH = Row("SD, both cores", SD.params)
+SD_BOTH_AUTO = Row("SD, auto, both cores", SD_AUTO.params)
 SSSD = Row("SSSD", {"drafter": "sssd", "ingest": False})
 HEAD = Row("Mirror head", _mirror(exit=True, retrieval=False))
 HEAD_RETRIEVAL = Row("Mirror head, retrieval", _mirror(exit=True, retrieval=True))
@@ -151,10 +160,16 @@ def splits(cores: Sequence[int], streaming: bool = False) -> dict[str, Split]:
     target, draft = frozenset(cores[:1]), frozenset(cores[1:2])
     both = target | draft
     made = [
-        Split(BOTH, AR_BOTH, (SD_BOTH,), both, both),
+        Split(BOTH, AR_BOTH, (SD_BOTH, SD_BOTH_AUTO), both, both),
         Split("exit1", AR_BOTH, (MIRROR,), both, both, exit_part=1),
         Split("exit3", AR_BOTH, (MIRROR,), both, both, exit_part=3),
-        Split(OWN, AR, (SD, SD_RETRIEVAL, *sd, SSSD, LENS, LENS_RETRIEVAL, *lens), target, draft),
+        Split(
+            OWN,
+            AR,
+            (SD, SD_RETRIEVAL, *sd, SD_AUTO, SSSD, LENS, LENS_RETRIEVAL, *lens),
+            target,
+            draft,
+        ),
         Split("head", AR, (HEAD, HEAD_RETRIEVAL, *head), target, draft, lens="head"),
         Split("plain", AR_BOTH, (), both, both, drafts=False),
     ]

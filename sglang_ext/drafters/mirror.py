@@ -49,6 +49,7 @@ class MirrorDrafter(Drafter):
     def __init__(self, context: DrafterContext) -> None:
         self._window = context.options.mirror_window
         self._mirrors = context.options.mirror_exit
+        self._budget = context.options.budget
         self._vocab_size = context.vocab_size
         try:
             settings = settings_of(context.options)
@@ -209,37 +210,73 @@ class MirrorDrafter(Drafter):
         records, now = [], time.perf_counter()
         for text in asked:
             text.ask, text.asked_at = next(self._asks) & 0x7FFFFFFF, now
-            numbers = (0, 0, text.length, text.ask, length, now)
-            records.append(Record(Kind.ASK, text.number, *numbers))
+            records.append(messages.ask_record(text.number, text.length, text.ask, length))
         if asked and self._send(connection, records):
-            self._wait(connection, asked, wait_s, length - min(ready))
+            self._wait(connection, asked, texts, length, wait_s)
             return
         for text in asked:  # those that were sent are answered to nobody
             text.ask = 0
 
     def _wait(
-        self, connection: Connection, asked: Sequence[MirroredText], wait_s: float, tokens: int
+        self,
+        connection: Connection,
+        asked: Sequence[MirroredText],
+        texts: Sequence[MirroredText],
+        length: int,
+        wait_s: float,
     ) -> None:
-        """Wait for what was asked, so many tokens, for at most `wait_s` seconds."""
-        begun = time.perf_counter()
+        """Wait for what was asked, for at most `wait_s` seconds, while another token pays.
+
+        Args:
+            texts: the whole batch.
+            length: of the chains that were asked for.
+        """
+        begun, held = time.perf_counter(), min(len(text.chain(length)[0]) for text in asked)
         while any(text.ask for text in asked) and not connection.broken:
             left = begun + wait_s - time.perf_counter()
             if left <= 0 or not connection.channel.wait(left):
                 break
             self._hear(connection)
+            self._stop_asking(connection, asked, texts, length, time.perf_counter() - begun)
         waited = time.perf_counter() - begun
         for text in asked:
             text.heard = not text.ask
         late = sum(not text.heard for text in asked)
-        self._pacing.note_wait(waited, tokens, in_time=not late)
+        gained = min(len(text.chain(length)[0]) for text in asked) - held
+        self._pacing.note_wait(waited, max(1, gained), in_time=not late)
         self._counters["waited_seconds"] += waited
         self._counters["late"] += late
+
+    def _stop_asking(
+        self,
+        connection: Connection,
+        asked: Sequence[MirroredText],
+        texts: Sequence[MirroredText],
+        length: int,
+        waited_s: float,
+    ) -> None:
+        """Ask for no more where another token does not pay; whole chains are waited for to the end.
+
+        Args:
+            waited_s: seconds that the step has waited.
+        """
+        waiting = [text for text in asked if text.ask]
+        if any(text.whole for text in waiting):
+            return
+        chains = {text.number: text.chain(length)[1] for text in texts}
+        longer = [chains[text.number] for text in waiting]
+        if self._pacing.another_pays(list(chains.values()), longer, waited_s):
+            return
+        self._send(connection, [messages.ask_record(t.number, t.length, t.ask, 0) for t in waiting])
+        for text in waiting:
+            text.ask = 0
 
     # The channel
 
     def _open(self, request: DraftRequest) -> MirroredText:
         options = MirrorOptions.parse(request.params.get(PARAMETER))
-        request.state = text = MirroredText(request.prompt, options)
+        whole = (request.options.budget or self._budget) == "fixed"
+        request.state = text = MirroredText(request.prompt, options, whole)
         self._texts[text.number] = text
         # Whichever way the request leaves: of one that was retracted no `finish` is heard.
         finalize(text, self._left.append, text.number).atexit = False

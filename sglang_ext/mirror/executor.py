@@ -181,8 +181,11 @@ class Executor:
             self._refuse(record.request, known)
             self._channel.send(Record(Kind.DONE, record.request, number=record.number))
             return
-        text.ask, text.wanted = record.number, max(1, record.items)
+        text.ask, text.wanted = record.number, max(0, record.items)
         self._texts.move_to_end(record.request)
+        if not text.wanted:
+            self._finish_ask(record.request, text)
+            return
         # What was drafted before may have been lost on its way.
         self._send_nodes(record.request, text.drafted())
 

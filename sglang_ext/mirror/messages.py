@@ -4,7 +4,7 @@
 | --- | --- | --- | --- | --- | --- | --- | --- |
 | TEXT | drafter | tokens before | - | - | flags | tokens | int32[items] |
 | VIEW | drafter | nodes before | nodes | of the text | kappa | nodes | items of view_dtype |
-| ASK | drafter | - | - | of the text | the ask's | tokens wanted | - |
+| ASK | drafter | - | - | of the text | the ask's | tokens wanted; 0: no more | - |
 | CLOSE | drafter | - | - | - | - | - | - |
 | STOP | drafter | - | - | - | - | - | - |
 | READY | executor | - | - | positions | - | vocabulary | - |
@@ -105,6 +105,11 @@ def view_records(
         part = rows[first : first + most]
         numbers = (first, nodes, length, kappa, len(part), began)
         yield Record(Kind.VIEW, request, *numbers, part.tobytes())
+
+
+def ask_record(request: int, length: int, number: int, wanted: int) -> Record:
+    """So many tokens are waited for behind a text of this length; 0: no more than there are."""
+    return Record(Kind.ASK, request, 0, 0, length, number, wanted, time.perf_counter())
 
 
 def node_records(request: int, nodes: Sequence[tuple[int, int, int, float]]) -> Iterator[Record]:

@@ -29,14 +29,18 @@ class MirroredText:
         view: what the early exit has told of the pass; None: it has not, or its outcome is known.
         viewed: it has told of the last pass.
         proposed: the draft of the last step.
+        whole: its drafts are verified whole, whatever they cost (`budget: fixed`), and waited for.
 
     Args:
         prompt: the text's beginning.
         options: what its request asks for.
     """
 
-    def __init__(self, prompt: Sequence[int], options: MirrorOptions | None = None) -> None:
+    def __init__(
+        self, prompt: Sequence[int], options: MirrorOptions | None = None, whole: bool = False
+    ) -> None:
         self.options = options or MirrorOptions()
+        self.whole = whole
         self.number = next(_numbers) & 0xFFFFFFFF
         self.length = len(prompt)
         self.ask = 0

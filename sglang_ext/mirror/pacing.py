@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from sglang_ext.mirror.payoff import length_that_pays
+from sglang_ext.mirror.payoff import another_pays, length_that_pays
 
 # No step waits longer for a draft; and so long where nothing is known yet.
 MOST_WAIT_S, FIRST_WAIT_S = 1.0, 0.25
@@ -53,6 +53,23 @@ class Pacing:
         """
         if in_time or self.token_s is None:
             self.token_s = _faded(self.token_s, seconds / tokens)
+
+    def another_pays(
+        self,
+        chains: Sequence[Sequence[float]],
+        waiting: Sequence[Sequence[float]],
+        waited_s: float,
+    ) -> bool:
+        """Whether to wait on for another token, by how sure the draft model is of its chains.
+
+        Args:
+            chains, waiting: as payoff.another_pays takes them.
+            waited_s: seconds that the step has waited.
+        """
+        if self.step_s is None or self.token_s is None:
+            return True
+        so_far_s = self.step_s + waited_s
+        return another_pays(chains, waiting, self.alpha, self.token_s, so_far_s)
 
     def length(self, able: Sequence[int], others: Sequence[int], most: int) -> tuple[int, float]:
         """How long chains to wait for, 0 for none, and for how many seconds at most.

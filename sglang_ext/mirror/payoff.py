@@ -8,6 +8,9 @@ _FADE = 0.1
 # Of a pass of one row: what a row may take beside others to be read before it pays, and how long
 # a pass may get by such rows.
 _RIDING, _LONGEST = 1 / 6, 2.5
+# A pass that nobody waits for takes so much of its time from the target, with which it shares
+# memory bandwidth and clock rate (measured on two cores of a Zen 5: 0.08).
+_TAKEN = 0.06
 # Row counts between these are interpolated.
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -69,11 +72,15 @@ def rows_to_read_ahead(probs: Sequence[float], cost: Callable[[int], float], mos
 
     Those that pay, and others as long as one takes little beside a pass of its own, which it would
     take later: whatever a pass reads, it reads the weights once, and the target waits for memory.
+    None where a pass takes more from the target than the waits that it is likely to save: of a node
+    that the text goes through, a pass of one row.
 
     Args, returns: as `rows_that_pay`.
     """
     rows = rows_that_pay(probs, cost, most_s)
     alone = cost(1)
+    if sum(probs[:rows]) * alone < _TAKEN * cost(rows):
+        return 0
     longest = min(most_s, _LONGEST * alone)
     while 0 < rows < len(probs) and cost(rows + 1) <= min(longest, cost(rows) + _RIDING * alone):
         rows += 1
@@ -112,6 +119,29 @@ def length_that_pays(
         if rate > best_rate:
             best, best_rate, most_s = length, rate, step_s * (tokens / plain - 1.0)
     return best, most_s
+
+
+def another_pays(
+    chains: Sequence[Sequence[float]],
+    waiting: Sequence[Sequence[float]],
+    alpha: float,
+    token_s: float,
+    so_far_s: float,
+) -> bool:
+    """Whether a batch commits more tokens a second if it waits for another token of some chains.
+
+    It does where that token adds more a second than the step has without it.
+
+    Args:
+        chains: the probabilities of reaching each drafted token, of all requests.
+        waiting: those of the chains that would get another token.
+        alpha: how likely that one is right once the chain is.
+        token_s: seconds until they have it, and that verifying it takes.
+        so_far_s: seconds of the step without it, those that were waited included.
+    """
+    committed = sum(1.0 + sum(chain) for chain in chains)
+    gained = sum(alpha * (chain[-1] if chain else 1.0) for chain in waiting)
+    return gained * so_far_s > committed * token_s
 
 
 def kappa_for(batch: int, most: int) -> int:

@@ -21,8 +21,11 @@ from sglang_ext.drafters import (
 from sglang_ext.drafters.mirror import MirrorDrafter
 from sglang_ext.mirror import pacing, text_keys
 from sglang_ext.mirror.exit_view import ExitView
+from sglang_ext.mirror.messages import Kind
 from sglang_ext.mirror.pacing import Pacing
+from sglang_ext.mirror.shared_ring import Record
 from sglang_ext.options import Options
+from sglang_ext.request_options import RequestOptions
 from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.tree import TokenTree
 from tests.eventually import eventually
@@ -202,6 +205,25 @@ def test_an_exit_is_passed_on_without_a_wait_for_the_executor(drafter, reference
     assert not waits
     for one in requests:
         drafter.finish(one, False)
+
+
+@pytest.mark.parametrize(("budget", "waits_on"), [("auto", False), ("fixed", True), (None, False)])
+def test_unsure_drafts_are_waited_for_no_longer_unless_all_is_to_be_verified(
+    drafter, monkeypatch, budget, waits_on
+):
+    asked = request("95")
+    asked.options = RequestOptions(budget=budget)
+    text = drafter._open(asked)
+    key = text_keys.of_text(asked.prompt)
+    sent: list[Record] = []
+    monkeypatch.setattr(drafter, "_send", lambda _, records: sent.extend(records) or True)
+    drafter._pacing.step_s, drafter._pacing.token_s, text.ask = 0.3, 0.02, 7
+    for prob, done in ((0.9, False), (0.05, not waits_on)):
+        text.take(key, text.length + len(text.chain(WINDOW)[0]), 3, prob)
+        key = text_keys.extended(key, 3)
+        drafter._stop_asking(None, [text], [text], WINDOW, 0.0)
+        assert (text.ask == 0) == done == bool(sent)
+    assert [(r.kind, r.items) for r in sent] == [(Kind.ASK, 0)] * (not waits_on)
 
 
 def test_requests_ask_for_fewer_candidates_or_for_none(drafter, reference, monkeypatch):

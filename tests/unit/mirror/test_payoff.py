@@ -6,6 +6,7 @@ from sglang_ext.mirror.draft_devices import DraftDevice
 from sglang_ext.mirror.pacing import FIRST_WAIT_S, MOST_WAIT_S, Pacing
 from sglang_ext.mirror.payoff import (
     RowCosts,
+    another_pays,
     kappa_for,
     length_that_pays,
     rows_that_pay,
@@ -36,6 +37,25 @@ def test_rows_that_cost_little_ride_along_where_nobody_waits():
     assert rows_to_read_ahead(unlikely[:3], costs, 99.0) == 3
     assert rows_to_read_ahead(unlikely, costs, 9.0) == 0
     assert rows_to_read_ahead([1.0, *[0.01] * 31], lambda rows: 9.0 + rows, 99.0) == 16, "2.5 times"
+
+
+def test_a_pass_that_takes_more_from_the_target_than_it_may_save_is_not_run():
+    def cost(rows: int) -> float:
+        return 10.0 + rows
+
+    assert rows_to_read_ahead([0.02], cost, 99.0) == 0
+    assert rows_to_read_ahead([0.02, 0.02, 0.02, 0.02], cost, 99.0) == 4
+    assert rows_that_pay([0.02], cost, 99.0) == 1, "who waits has it run all the same"
+
+
+def test_a_step_waits_on_while_another_token_adds_more_than_the_step_has():
+    sure, unsure = [0.9, 0.8], [0.5, 0.05]
+    # 20 ms a token beside 300 of a pass: 300 / 20 tokens, less than this promises or more.
+    assert another_pays([sure], [sure], 0.8, 0.02, 0.3)
+    assert not another_pays([unsure], [unsure], 0.8, 0.02, 0.3)
+    assert another_pays([[]], [[]], 0.8, 0.02, 0.3), "nothing is drafted yet"
+    assert not another_pays([sure, *[[0.9] * 7] * 7], [sure], 0.8, 0.02, 0.3), "others wait too"
+    assert not another_pays([sure], [], 0.8, 0.02, 0.3)
 
 
 def test_no_row_is_read_that_ends_too_late():

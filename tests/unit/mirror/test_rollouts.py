@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.mirror import lm_loading, messages, rollouts, text_keys
+from sglang_ext.mirror import lm_loading, messages, payoff, rollouts, text_keys
 from sglang_ext.mirror.causal_lm import NAMED
 from sglang_ext.mirror.channel import Channel
 from sglang_ext.mirror.executor import Executor
@@ -25,6 +25,7 @@ PROMPT = [5, 17, 99, 3, 42, 8, 8, 61, 150, 2]
 def follow_everything(monkeypatch):
     # A random model is sure of nothing.
     monkeypatch.setattr(rollouts, "_LEAST_BELIEF", 0.0)
+    monkeypatch.setattr(payoff, "_TAKEN", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,21 @@ def test_an_ask_is_answered_with_the_models_own_text(bench, reference):
     bench.work()
     assert bench.chain(PROMPT, WINDOW) == reference.continued(PROMPT, WINDOW)
     assert [(r.kind, r.number) for r in bench.others] == [(Kind.DONE, 1)]
+
+
+def test_what_is_waited_for_no_more_is_drafted_no_longer(bench, reference):
+    bench.tell(*text(1, PROMPT), ask(1, len(PROMPT), WINDOW))
+    while not bench.chain(PROMPT):
+        assert bench.executor.step()
+        bench.hear()
+    begun = len(bench.chain(PROMPT))
+    bench.tell(ask(1, len(PROMPT), 0, 2))
+    bench.work()
+    assert bench.others[-1].kind == Kind.DONE and bench.others[-1].number == 2
+    assert len(bench.chain(PROMPT)) == begun < WINDOW
+    bench.tell(ask(1, len(PROMPT), WINDOW, 3))
+    bench.work()
+    assert bench.chain(PROMPT, WINDOW) == reference.continued(PROMPT, WINDOW)
 
 
 def test_prompts_are_read_before_anything_is_asked(bench):

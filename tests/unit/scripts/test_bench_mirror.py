@@ -20,6 +20,7 @@ from scripts.lib.mirror_rows import (
     MIRROR,
     NAMED,
     SD,
+    SD_AUTO,
     SD_BOTH,
     SD_RETRIEVAL,
     SD_STREAMING,
@@ -93,6 +94,10 @@ def test_what_rows_ask_for_is_what_a_server_takes():
     assert HEAD_STREAMING in with_streams["head"].rows
     assert "--mirror-streams" in with_streams["lens"].flags("small", LAYERS, WINDOW, 9, "streams")
     assert not SD.mirrors and LENS_RETRIEVAL.mirrors and not AR.mirrors
+    # SD is the published one; what a server does by itself is beside it, where Mirror does so.
+    assert [row.params["budget"] for row in (SD, SD_BOTH)] == ["fixed"] * 2
+    assert [row.params["budget"] for row in (SD_AUTO, MIRROR)] == ["auto"] * 2
+    assert SD_AUTO in splits([0, 1])["lens"].rows and not SD_AUTO.mirrors
 
 
 def test_the_cores_are_divided_but_for_the_rows_that_have_both():

@@ -16,7 +16,7 @@ from scripts.lib.mirror_folder import ResultFolder
 from scripts.lib.mirror_kills import Kills, Load, kill_executors
 from scripts.lib.mirror_limits import LIMITS, broken, unmeasured
 from scripts.lib.mirror_parts import Part, all_parts, asked_by_turns
-from scripts.lib.mirror_rows import AR, MIRROR, SD
+from scripts.lib.mirror_rows import AR, MIRROR, SD, splits
 from scripts.lib.mirror_runs import Answer, Settings
 from scripts.lib.spec_bench import Prompt
 from tests.eventually import eventually
@@ -99,6 +99,21 @@ def test_every_part_is_under_half_an_hour_and_has_a_name_of_its_own():
             "sampled", "lossless4", "head-rag", "lens-code", "both-qa"} <= {
         part.name for part in parts
     }  # fmt: skip
+
+
+def test_a_task_begins_its_server_anew(tmp_path):
+    said: list[str] = []
+    client = SimpleNamespace(warm_up=lambda rows, prompt: None)
+    servers = SimpleNamespace(
+        of=lambda split: said.append(split.name) or client, stop=lambda: said.append("stop")
+    )
+    short = [Prompt("qa", "x", (1,))]
+    run = mirror_parts.Run(splits([0, 1]), servers, {}, short, 2, (), quick=False)
+    run.client("both")
+    parts = {part.name: part for part in all_parts()}
+    for name in ("both-qa", "lens-qa"):
+        parts[name].do(run, ResultFolder(tmp_path, SETTINGS).part(name))
+    assert said == ["both", "stop", "both", "stop", "lens"]
 
 
 def options(monkeypatch, *argv: str):
