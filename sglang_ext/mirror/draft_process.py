@@ -54,14 +54,14 @@ def _draft(options: argparse.Namespace, device: DraftDevice) -> None:
     from sglang_ext.mirror.channel import Channel
     from sglang_ext.mirror.executor import Executor
     from sglang_ext.mirror.streaming.stream_files import load_streams
-    from sglang_ext.mirror.weight_formats import GROUPED
+    from sglang_ext.mirror.weight_formats import PACKED
 
     torch.set_num_threads(device.threads)
     # Starts numba's team: one that starts behind `torch.set_num_threads(1)` takes twice as long.
     numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
     channel = Channel.open(options.channel)
     model = lm_loading.load(options.model, options.weights, device.torch_name)
-    if options.weights in GROUPED:
+    if options.weights in PACKED:
         # The products have threads of their own, which were counted when they were made. A second
         # team, of torch's small operators, would spin where these are to run.
         torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""The draft model's weight matrices: as they are, or in 8 or 4 bits where there is no GPU.
+"""The draft model's weight matrices: as they are, or on a CPU in 16, 8 or 4 bits.
 
 A drafter need not be exact, and on a CPU a token costs what reading the weights costs. The products
-are the CPU engine's own (`sglang_ext.cpu.group_weights`), in which a dozen rows cost little more
-than one: so many likely outcomes can be followed in one pass.
+are the CPU engine's own (`sglang_ext.cpu`); with 8 and 4 bits a dozen rows cost little more than
+one, so that many likely outcomes can be followed in one pass.
 """
 
 from typing import Protocol
@@ -10,11 +10,12 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from sglang_ext.cpu.bf16_weights import Bf16Weight
 from sglang_ext.cpu.group_weights import GROUP, GroupWeight
 
 FORMATS = ("fp32", "bf16", "int8", "int4")
-# Of these, on a CPU, those in groups, and their bits.
-GROUPED = {"int8": 8, "int4": 4}
+# Of these, those that the CPU engine has products for, and their bits.
+PACKED = {"bf16": 16, "int8": 8, "int4": 4}
 
 
 class Weight(Protocol):
@@ -39,18 +40,18 @@ class PlainWeight:
         return F.linear(x.to(self._weight.dtype), self._weight).to(x.dtype)
 
 
-class GroupedWeight:
-    """A matrix in 8 or 4 bits, in groups of 32, on a CPU.
+class PackedWeight:
+    """A matrix in bfloat16, or in 8 or 4 bits, in groups of 32, on a CPU.
 
     Args:
-        weight: K a multiple of 32.
+        weight: K a multiple of 32 for 8 and 4 bits.
 
     Raises:
-        ValueError: another shape, or weights that are no finite numbers.
+        ValueError: another shape, or weights that are no finite numbers, in 8 or 4 bits.
     """
 
     def __init__(self, weight: torch.Tensor, bits: int) -> None:
-        self._weight = GroupWeight(weight, bits)
+        self._weight = Bf16Weight(weight) if bits == PACKED["bf16"] else GroupWeight(weight, bits)
         self.bits = bits
         self.shape = _shape(weight)
 
@@ -73,6 +74,6 @@ def made(weight: torch.Tensor, kind: str, device: str) -> Weight:
     """
     if kind == "fp32":
         return PlainWeight(weight.to(device), torch.float32)
-    if kind == "bf16" or not device.startswith("cpu") or weight.shape[1] % GROUP:
+    if not device.startswith("cpu"):
         return PlainWeight(weight.to(device), torch.bfloat16)
-    return GroupedWeight(weight, GROUPED[kind])
+    return PackedWeight(weight, PACKED["bf16" if weight.shape[1] % GROUP else kind])

@@ -8,7 +8,7 @@ from sglang_ext.mirror import lm_loading
 from sglang_ext.mirror.causal_lm import NAMED, CausalLM, Feed
 from sglang_ext.mirror.lm_loading import DraftModelError
 from sglang_ext.mirror.tree_cache import ROOT
-from sglang_ext.mirror.weight_formats import GroupedWeight, PlainWeight, made
+from sglang_ext.mirror.weight_formats import PackedWeight, made
 from tests.unit.mirror.tiny_lms import VOCAB, Reference, write_lm
 
 TEXT = [5, 17, 99, 3, 42, 8, 8, 61, 150, 2]
@@ -107,21 +107,22 @@ def test_a_cache_grows_with_its_text(pair):
     same(read(model, cache, [9])[0], reference.best([*text, 30, 9]))
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.012), ("int4", 0.12)])
+@pytest.mark.parametrize(("kind", "most"), [("bf16", 0.003), ("int8", 0.012), ("int4", 0.12)])
 def test_packed_products_are_near_the_exact_one(kind, most):
     torch.manual_seed(0)
     weight, x = torch.randn(96, 64), torch.randn(70, 64)
     packed = made(weight, kind, "cpu")
-    assert isinstance(packed, GroupedWeight) and packed.bits == int(kind[3:])
+    assert isinstance(packed, PackedWeight)
+    assert packed.bits == {"bf16": 16, "int8": 8, "int4": 4}[kind]
     exact = x @ weight.T
     assert (packed.product(x) - exact).norm() / exact.norm() < most
 
 
 def test_a_matrix_of_no_whole_groups_has_sixteen_bits():
     weight, x = torch.randn(96, 40), torch.randn(3, 40)
-    plain = made(weight, "int4", "cpu")
-    assert isinstance(plain, PlainWeight)
-    torch.testing.assert_close(plain.product(x), x @ weight.T, rtol=0.05, atol=0.2)
+    packed = made(weight, "int4", "cpu")
+    assert isinstance(packed, PackedWeight) and packed.bits == 16
+    torch.testing.assert_close(packed.product(x), x @ weight.T, rtol=0.05, atol=0.2)
     with pytest.raises(ValueError, match="finite"):
         made(torch.full((96, 64), float("inf")), "int4", "cpu")
 
