@@ -25,7 +25,7 @@ test: lint
 	$(BIN)/python -m pytest tests $(LANES)
 
 unit: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit $(TOGETHER)
+	OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit $(TOGETHER)
 
 lint: setup
 	$(BIN)/ruff check .

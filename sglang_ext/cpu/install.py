@@ -53,7 +53,10 @@ def install() -> bool:
         return False
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
+    threads = os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores())).split(",")[0].strip()
+    if threads.isdecimal():
+        # Else all processors: and the first compiled loop with threads has torch take as many.
+        os.environ.setdefault("NUMBA_NUM_THREADS", threads)
     if "OMP_WAIT_POLICY" not in os.environ:
         # libgomp's threads spin for about 5 ms at every barrier, some 120 of them per token. When
         # another program wants the cores, that makes a server 8 times slower; this is a few

@@ -67,8 +67,14 @@ def sharing_cores(args: argparse.Namespace) -> Iterator[None]:
     """Threads that wait give way while other programs use the processors, a server's too."""
     end = None
     if args.device == "cpu":
+        import numba
+        import torch
+
         from sglang_ext.cpu.shared_cores import watch_cores
 
+        threads = torch.get_num_threads()
+        numba.get_num_threads()  # starts its team, and has torch take as many
+        torch.set_num_threads(threads)
         try:
             end = watch_cores()
         except ValueError as error:  # SGLANG_EXT_CPU_SHORT_WAITS

@@ -18,7 +18,8 @@ real = True
 
 
 def run(code: str, *paths: Path, **environment: str) -> str:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG", "GOMP", "OMP"))}
+    ours = "SGLANG", "GOMP", "OMP", "NUMBA_NUM_THREADS"
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     env = inherited | {"PYTHONPATH": os.pathsep.join([*map(str, paths), str(ROOT)])} | environment
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
@@ -72,6 +73,17 @@ def test_settings_of_the_user_stay():
     )
     given = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "passive"}
     assert run(code, **given) == "3 None 1"
+
+
+@pytest.mark.parametrize(("given", "expected"), [("1", "1 1"), ("1,2", "1 1"), ("2", "2 2")])
+def test_compiled_loops_leave_torch_its_threads(given, expected):
+    code = (
+        "from sglang_ext.cpu.install import install; install()\n"
+        "import torch, numba; from sglang_ext.cpu.group_weights import GroupWeight\n"
+        "GroupWeight(torch.ones(32, 32), 8).linear(torch.ones(2, 32))\n"
+        "print(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)"
+    )
+    assert run(code, SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS=given) == expected
 
 
 def test_spawned_children_find_it(tmp_path):
