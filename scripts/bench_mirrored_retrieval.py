@@ -2,21 +2,21 @@
 
 Answers that SmolLM2-135M-Instruct gave before are given again, without a server: a step's drafts
 are verified against the answer, as a greedy target does. What the early exit says on an answer's
-path was recorded from the model (exit at half the depth, lens fitted on other answers); on nodes
-beside the path it is what it says elsewhere. The passes are emulated: in their second half nothing
-happens on this machine (another device), or all cores compute (busy), for so many milliseconds.
-Two drafters take turns in every step, with and without retrieval ahead, over equal datastores.
+path was recorded from the model (an exit where SSSD wants it and one at half the depth, lenses
+fitted on other answers); on nodes beside the path it is what it says elsewhere. The passes are
+emulated: behind the exit nothing happens on this machine (another device), or all cores compute
+(busy), for the part of so many milliseconds that is left there. Two drafters take turns in every
+step, with and without retrieval ahead, over equal datastores.
 
     python -m scripts.bench_mirrored_retrieval [--quick] [--json FILE] [--tokens N]
 
 Figures, of steps in which both drafted: unmirrored_retrieval_critical_ms and
 mirrored_retrieval_critical_ms, the mean time that the target waits for drafting (the latter with
-the hand-over in the middle of the pass), the second halves 10 ms long, and critical_ratio of the
-two; hit_rate and prepared_per_request; the same by length of the second half
-(critical_ratio_2ms, ...); busy_slowdown, how much longer a second half takes that needs all cores
+the hand-over at the exit), with passes of 20 ms, and critical_ratio of the two; hit_rate and
+prepared_per_request; the same by length of the pass (critical_ratio_5ms, ...) and of an exit at
+half the depth (_half); busy_slowdown, how much longer the rest of a pass takes that needs all cores
 itself; different_trees, which must be 0; hit_rate_possible, hits if all outcomes were retrieved
-in time, and hit_rate_possible_late, the same of an exit at three quarters of the depth. Exits with
-1 where trees differ or nothing was hit.
+in time, and hit_rate_possible_half. Exits with 1 where trees differ or nothing was hit.
 """
 
 import os
@@ -40,8 +40,9 @@ from sglang_ext.options import Options
 from sglang_ext.tree import TokenTree, pack
 
 BATCH, WIDTH = 32, 8
-SUFFIXES_MS = (2.0, 10.0, 30.0)
-STANDARD_MS = 10.0
+PASSES_MS = (5.0, 20.0, 60.0)
+STANDARD_MS = 20.0
+HALF = 0.5  # the paper's exit, and the one for a draft model
 # Tokens of the datastore, steps, answers to fit the lens on, and answers given.
 FULL, QUICK = (10_000_000, 400, 64, 4 * BATCH), (1_000_000, 60, 32, BATCH)
 MAX_PROMPT = 120
@@ -65,14 +66,14 @@ class Lane:
 
     Attributes:
         waited: seconds that the target has waited for drafting, of each step.
-        halves: seconds that the second halves of passes took.
+        rests: seconds that passes took behind their exits.
     """
 
     drafter: RetrievalDrafter
     rng: np.random.Generator
     running: list[Running] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
-    halves: list[float] = field(default_factory=list)
+    rests: list[float] = field(default_factory=list)
     started: int = 0
 
     def refill(self, answers: Sequence[RecordedAnswer]) -> None:
@@ -87,7 +88,7 @@ class Lane:
             self.running.append(Running(recorded, request))
             self.started += 1
 
-    def step(self, suffix: Callable[[], None]) -> list[TokenTree]:
+    def step(self, rest: Callable[[], None]) -> list[TokenTree]:
         """Draft, verify in an emulated pass, commit; the trees."""
         requests = [r.request for r in self.running]
         began = time.perf_counter()
@@ -99,8 +100,8 @@ class Lane:
             self.drafter.early_exit(requests, view)
             waited += time.perf_counter() - began
         began = time.perf_counter()
-        suffix()
-        self.halves.append(time.perf_counter() - began)
+        rest()
+        self.rests.append(time.perf_counter() - began)
         self.waited.append(waited)
         for running, tree in zip(self.running, trees, strict=True):
             right = int(tree.path(running.rest).sum())
@@ -132,12 +133,12 @@ class Lane:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a run: milliseconds waited for drafting, and of second halves, without and with."""
+    """Of a run: milliseconds waited for drafting, and of passes' rests, without and with."""
 
     plain_ms: float
     mirrored_ms: float
-    plain_half_ms: float
-    mirrored_half_ms: float
+    plain_rest_ms: float
+    mirrored_rest_ms: float
     hit_rate: float
     prepared_per_request: float
     different_trees: int
@@ -151,23 +152,27 @@ def main() -> int:
     pairs = answered(MAX_PROMPT)
     fit, asked = pairs[:fitted], pairs[fitted : fitted + given]
     print(f"recording what the exit says of {len(asked)} answers", flush=True)
-    answers, later = record(fit, asked, (0.5, 0.75))
     texts = machine_text(MODEL, options.tokens or tokens)
     drafters = [drafter(mirrored, texts, fit) for mirrored in (False, True)]
+    depth = drafters[1].exit_depth
+    answers, half = record(fit, asked, (depth, HALF))
     figures: dict[str, float] = {}
-    for ms in SUFFIXES_MS:
-        made = run(drafters, answers, steps, partial(time.sleep, ms / 1e3))
+    for ms in PASSES_MS:
+        made = run(drafters, answers, steps, partial(time.sleep, (1 - depth) * ms / 1e3))
         figures[f"critical_ratio_{ms:g}ms"] = made.mirrored_ms / made.plain_ms
         figures[f"hit_rate_{ms:g}ms"] = made.hit_rate
         if ms == STANDARD_MS:
             figures = standard(made) | figures
         figures["different_trees"] = figures.get("different_trees", 0) + made.different_trees
-    made = run(drafters, answers, steps, busy_for(STANDARD_MS))
+    made = run(drafters, half, steps, partial(time.sleep, (1 - HALF) * STANDARD_MS / 1e3))
+    figures["critical_ratio_half"] = made.mirrored_ms / made.plain_ms
+    figures["hit_rate_half"] = made.hit_rate
+    made = run(drafters, answers, steps, busy_for((1 - depth) * STANDARD_MS))
     figures["busy_critical_ratio"] = made.mirrored_ms / made.plain_ms
-    figures["busy_slowdown"] = made.mirrored_half_ms / made.plain_half_ms
+    figures["busy_slowdown"] = made.mirrored_rest_ms / made.plain_rest_ms
     whole = ended(drafters[1])
     figures["hit_rate_possible"] = run(drafters, answers, steps, whole).hit_rate
-    figures["hit_rate_possible_late"] = run(drafters, later, steps, whole).hit_rate
+    figures["hit_rate_possible_half"] = run(drafters, half, steps, whole).hit_rate
     report(figures, options.json)
     if figures["different_trees"] or not figures["hit_rate"]:
         print("trees differ from those of plain retrieval, or none was ready")
@@ -176,7 +181,7 @@ def main() -> int:
 
 
 def standard(made: Measured) -> dict[str, float]:
-    """The figures of second halves of the standard length."""
+    """The figures of passes of the standard length."""
     return {
         "unmirrored_retrieval_critical_ms": made.plain_ms,
         "mirrored_retrieval_critical_ms": made.mirrored_ms,
@@ -199,9 +204,9 @@ def run(
     drafters: Sequence[RetrievalDrafter],
     answers: Sequence[RecordedAnswer],
     steps: int,
-    suffix: Callable[[], None],
+    rest: Callable[[], None],
 ) -> Measured:
-    """Both drafters through the same steps, in turns."""
+    """Both drafters through the same steps, in turns; `rest` is what a pass does at its exit."""
     lanes = [Lane(each, np.random.default_rng(0)) for each in drafters]
     before = dict(drafters[1].counters)
     different = 0
@@ -209,20 +214,20 @@ def run(
         trees: list[list[TokenTree]] = [[], []]
         for which in (0, 1) if number % 2 else (1, 0):
             lanes[which].refill(answers)
-            trees[which] = lanes[which].step(suffix)
+            trees[which] = lanes[which].step(rest)
         different += sum(not same(a, b) for a, b in zip(*trees, strict=True))
     gained = {name: value - before[name] for name, value in drafters[1].counters.items()}
     asked = gained["mirror_hits"] + gained["mirror_misses"]
     settled = max(2, steps // 10)
-    waited, halves = (
+    waited, rests = (
         [1e3 * float(np.mean(times[settled:])) for times in each]
-        for each in ([lane.waited for lane in lanes], [lane.halves for lane in lanes])
+        for each in ([lane.waited for lane in lanes], [lane.rests for lane in lanes])
     )
     return Measured(
         plain_ms=waited[0],
         mirrored_ms=waited[1],
-        plain_half_ms=halves[0],
-        mirrored_half_ms=halves[1],
+        plain_rest_ms=rests[0],
+        mirrored_rest_ms=rests[1],
         hit_rate=gained["mirror_hits"] / asked,
         prepared_per_request=gained["mirror_prepared"] / asked,
         different_trees=different,
@@ -256,7 +261,7 @@ def busy_for(ms: float) -> Callable[[], None]:
 
 
 def ended(mirrored: RetrievalDrafter) -> Callable[[], None]:
-    """A second half that lasts until all outcomes are retrieved for."""
+    """A rest of a pass that lasts until all outcomes are retrieved for."""
 
     def wait() -> None:
         job = mirrored._mirror._job if mirrored._mirror is not None else None

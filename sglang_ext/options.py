@@ -172,7 +172,11 @@ class Options:
         high=64,
     )
     mirror_exit_layer: int = _option(
-        0, "layers of the target before its early exit; 0: half of them", low=0, high=1024
+        0,
+        "layers of the target before its early exit; 0: half of them for a draft model, nine "
+        "tenths for `--mirror-retrieval`",
+        low=0,
+        high=1024,
     )
     mirror_kappa: int = _option(
         8, "next tokens that the early exit names behind each node", low=1, high=64

@@ -231,6 +231,15 @@ class Drafter(ABC):
         """
         return overrides(self, Drafter.early_exit)
 
+    @property
+    def exit_depth(self) -> float:
+        """How deep in the target its exit is best, above 0 and below 1: half by default.
+
+        The deeper, the more it foresees, and the less time is left. `--mirror-exit-layer` goes
+        before; of several drafters the earliest exit is taken.
+        """
+        return 0.5
+
     def wants_early_exit(self, request: DraftRequest) -> bool:
         """Whether `early_exit` is to be called for this request, asked in each step; default: yes.
 

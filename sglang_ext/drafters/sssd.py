@@ -7,6 +7,7 @@ that brings a prediction (docs/prediction.md) is drafted from that first.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,13 @@ logger = logging.getLogger(__name__)
 PROMPT_TAIL = 16
 # Trees that are remembered of steps whose early exit nobody told of.
 _MOST_PROPOSED = 1024
+# Retrieval is short against a pass: the later the exit, the more it foresees.
+_EXIT_DEPTH = 0.9
+_NOTHING_PROPOSED = TokenTree.empty(), -1
+
+
+# A request, what it has seen, the length of its output, and what was retrieved for it.
+_Drafted = tuple[DraftRequest, InputTrie, int, TokenTree]
 
 
 @dataclass
@@ -69,8 +77,8 @@ class RetrievalDrafter(Drafter):
         self._mirror: MirroredRetrieval | None = None
         if options.mirror_retrieval:
             self._mirror = MirroredRetrieval(self._retrieve_ahead, options.mirror_outcomes)
-        # Since the last early exit, by request.
-        self._proposed: dict[str, TokenTree] = {}
+        # Since the last early exit, by request: a tree that was retrieved, behind so many tokens.
+        self._proposed: dict[str, tuple[TokenTree, int]] = {}
         self._max_nodes = 0
         self._hits = self._misses = 0
         logger.info(
@@ -121,8 +129,8 @@ class RetrievalDrafter(Drafter):
             found = self._retrieve([requests[i] for i in rows], max_nodes)
             for i, tree in zip(rows, found, strict=True):
                 trees[i] = merged([trees[i], tree], max_nodes) if len(trees[i]) else tree
-        if self._mirror is not None:
-            self._note_proposed(requests, trees, max_nodes)
+            if self._mirror is not None:
+                self._note_proposed([(requests[i], trees[i]) for i in rows], max_nodes)
         return trees
 
     @staticmethod
@@ -139,12 +147,10 @@ class RetrievalDrafter(Drafter):
         return predicted is not None and predicted.agrees
 
     def _retrieve(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
-        prepared = self._prepared(requests)
-        for request in requests:
-            # Here and not in `observe`: one call for the tokens of several plain steps.
-            trie = request.state.trie
-            trie.extend(request.output[len(trie) - len(request.prompt) :])
         snapshots = self._snapshots(requests)
+        if self._mirror is None:
+            return self._retrieve_now(requests, snapshots, max_nodes)
+        prepared = self._prepared(requests)
         trees = [
             prepared.tree(r.rid, r.state.trie, r.output, snapshot)
             for r, snapshot in zip(requests, snapshots, strict=True)
@@ -152,43 +158,71 @@ class RetrievalDrafter(Drafter):
         missing = [i for i, tree in enumerate(trees) if tree is None]
         self._hits += len(requests) - len(missing)
         self._misses += len(missing)
-        drafts = retrieve(
-            [requests[i].state.trie for i in missing],
-            [snapshots[i] for i in missing],
-            max_nodes,
-            self.config,
-            bigrams=self._bigrams,
-        )
-        fresh = dict(zip(missing, map(tree_of, drafts), strict=True))
-        return [fresh[i] if tree is None else tree for i, tree in enumerate(trees)]
+        if missing:
+            late = [requests[i] for i in missing], [snapshots[i] for i in missing]
+            for i, tree in zip(missing, self._retrieve_now(*late, max_nodes), strict=True):
+                trees[i] = tree
+        return trees  # type: ignore[return-value]  # none is missing now
+
+    def _retrieve_now(
+        self,
+        requests: Sequence[DraftRequest],
+        snapshots: Sequence[Snapshot | None],
+        max_nodes: int,
+    ) -> list[TokenTree]:
+        tries = [request.state.trie for request in requests]
+        for request, trie in zip(requests, tries, strict=True):
+            _catch_up(trie, request, len(request.output))
+        drafts = retrieve(tries, snapshots, max_nodes, self.config, bigrams=self._bigrams)
+        return list(map(tree_of, drafts))
 
     def _note_proposed(
-        self, requests: Sequence[DraftRequest], trees: Sequence[TokenTree], most: int
+        self, retrieved: Sequence[tuple[DraftRequest, TokenTree]], most: int
     ) -> None:
         self._max_nodes = most
         if len(self._proposed) > _MOST_PROPOSED:
             self._proposed.clear()
-        self._proposed.update((r.rid, tree) for r, tree in zip(requests, trees, strict=True))
+        self._proposed.update((r.rid, (tree, len(r.output))) for r, tree in retrieved)
 
     def early_exit(self, requests: Sequence[DraftRequest], view: ExitView) -> None:
         """Begin to retrieve for the likely outcomes of a step that was drafted for."""
         if self._mirror is None:
             return
-        snapshots = self._snapshots(requests)
         proposed, self._proposed = self._proposed, {}
-        # In a plain step without a look what was seen lags behind: there the next look retrieves.
-        # So it does where a prediction holds, and nothing is retrieved.
-        current = {
-            row: Mirrored(r.rid, r.state.trie, len(r.output), snapshots[row], proposed.get(r.rid))
-            for row, r in enumerate(requests)
-            if r.state is not None and len(r.state.trie) == len(r.prompt) + len(r.output)
+        # In a plain step without a look nothing was retrieved: there the next look does it. So it
+        # is where a prediction holds.
+        drafted = dict[int, _Drafted]()
+        for row, request in enumerate(requests):
+            tree, length = proposed.get(request.rid, _NOTHING_PROPOSED)
+            if length == len(request.output) and request.state is not None:
+                drafted[row] = request, request.state.trie, length, tree
+        if drafted:
+            self._mirror.begin(view, partial(self._mirrored, drafted), self._max_nodes)
+
+    def _mirrored(self, drafted: Mapping[int, _Drafted]) -> Mapping[int, Mirrored]:
+        """What is searched for requests, with what was drafted for them; in another thread.
+
+        They may have gone on, or ended, since.
+        """
+        for request, trie, length, _ in drafted.values():
+            _catch_up(trie, request, length)
+        requests = [request for request, *_ in drafted.values()]
+        return {
+            row: Mirrored(request.rid, trie, length, snapshot, tree)
+            for (row, (request, trie, length, tree)), snapshot in zip(
+                drafted.items(), self._snapshots(requests), strict=True
+            )
         }
-        self._mirror.begin(view, current, self._max_nodes)
 
     @property
     def uses_early_exit(self) -> bool:
         """Whether drafts are retrieved ahead."""
         return self._mirror is not None
+
+    @property
+    def exit_depth(self) -> float:
+        """Late: what is left of a pass is enough."""
+        return _EXIT_DEPTH
 
     @property
     def counters(self) -> Mapping[str, float]:
@@ -203,14 +237,16 @@ class RetrievalDrafter(Drafter):
 
     def _snapshots(self, requests: Sequence[DraftRequest]) -> list[Snapshot | None]:
         """What each request may read now."""
-        read = {_reads(r) for r in requests if r.options.datastore}
-        snapshots = {what: self.datastore.snapshot(*what) for what in read}
-        return [snapshots[_reads(r)] if r.options.datastore else None for r in requests]
+        snapshots: dict[Any, Snapshot | None] = {None: None}
+        read = [_reads(r) if r.options.datastore else None for r in requests]
+        for what in read:
+            if what is not None and what not in snapshots:
+                snapshots[what] = self.datastore.snapshot(*what)
+        return [snapshots[what] for what in read]
 
     def _prepared(self, requests: Sequence[DraftRequest]) -> Prepared:
         """What was retrieved ahead; the requests may be extended then."""
-        if self._mirror is None:
-            return NOTHING
+        assert self._mirror is not None
         try:
             return self._mirror.take()
         except TimeoutError as error:
@@ -258,6 +294,16 @@ class RetrievalDrafter(Drafter):
     def list_corpora(self) -> dict[str, int]:
         """Tokens by named corpus."""
         return self.datastore.list_corpora()
+
+
+def _catch_up(trie: InputTrie, request: DraftRequest, length: int) -> None:
+    """Index the output's first `length` tokens, as far as they are not.
+
+    Here and not in `observe`: several plain steps at once.
+    """
+    new = request.output[len(trie) - len(request.prompt) : length]
+    if new:
+        trie.extend(new)
 
 
 def _reads(request: DraftRequest) -> tuple[str, tuple[str, ...] | None]:

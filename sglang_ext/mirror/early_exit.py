@@ -138,6 +138,7 @@ def open_exit(
     options: Options,
     datastores: Sequence[Datastore],
     pack: Pack = plain_product,
+    depth: float = 0.5,
 ) -> EarlyExit | None:
     """The exit of a target on the host, its lens fitted or read; None where it cannot have one.
 
@@ -147,6 +148,7 @@ def open_exit(
         worker: SGLang's TpModelWorker, its attention backend made.
         datastores: whose texts a lens may be fitted on.
         pack: makes products of few rows.
+        depth: of the exit, above 0 and below 1, where the options name no layer.
 
     Raises:
         ExitError: the options name a layer or a file that cannot be used.
@@ -157,7 +159,7 @@ def open_exit(
     except ExitError as error:
         logger.warning("sglang-ext early exit: none, %s", error)
         return None
-    exit_layer = options.mirror_exit_layer or len(parts.layers) // 2
+    exit_layer = options.mirror_exit_layer or layer_at(depth, len(parts.layers))
     proxy = Proxy(parts, min(options.mirror_kappa, config.vocab_size))
     texts = _texts(worker.tokenizer, datastores)
     lens = _lens(worker, options, proxy, exit_layer, texts)
@@ -179,6 +181,11 @@ def open_exit(
         "the LM head alone" if proxy.lens is None else "by a lens",
     )
     return made
+
+
+def layer_at(depth: float, layers: int) -> int:
+    """Layers before an exit that lies so deep: 1 at least, and one less than there are at most."""
+    return min(max(int(depth * layers), 1), layers - 1)
 
 
 def _parts(worker: Any) -> TargetParts:

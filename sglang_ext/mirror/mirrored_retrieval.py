@@ -31,6 +31,8 @@ _LEAST = 0.005
 _PATIENCE_S = 5.0
 _MOST_FAILURES = 3
 
+# Of a step's requests by their rows of its view: what is searched for each.
+Look = Callable[[], Mapping[int, "Mirrored"]]
 # One draft of at most so many nodes for each request, each with what it may read.
 Retrieve = Callable[[Sequence[SupposedInput], Sequence[Snapshot | None], int], Sequence[Draft]]
 
@@ -59,15 +61,16 @@ class _Job:
     """A step's work for the thread.
 
     Attributes:
-        rows: of the view, and whose they are.
+        look: gives `rows`, of the view, and whose they are.
         trees: by request, then by the tokens committed.
         stopped: nobody waits for more.
         done: the thread has let go of it.
     """
 
     view: ExitView
-    rows: Mapping[int, Mirrored]
+    look: Look
     max_nodes: int
+    rows: Mapping[int, Mirrored] = field(default_factory=dict)
     trees: dict[str, dict[tuple[int, ...], TokenTree]] = field(default_factory=dict)
     stopped: bool = False
     done: threading.Event = field(default_factory=threading.Event)
@@ -144,19 +147,19 @@ class MirroredRetrieval:
         """Whether it still takes work; after some failures it does not."""
         return self._failures < _MOST_FAILURES
 
-    def begin(self, view: ExitView, requests: Mapping[int, Mirrored], max_nodes: int) -> None:
+    def begin(self, view: ExitView, look: Look, max_nodes: int) -> None:
         """Retrieve for the likely outcomes of a view, from now until `take`.
 
         Until then nobody may extend what the requests have seen.
 
         Args:
-            requests: by their rows of the view.
+            look: called in the thread, as the pass waits here.
             max_nodes: most nodes of a draft.
         """
         self.take()
         self._prepared = NOTHING
-        if requests and self.works:
-            self._job = _Job(view, requests, max_nodes)
+        if self.works:
+            self._job = _Job(view, look, max_nodes)
             self._queue.put(self._job)
 
     def take(self) -> Prepared:
@@ -194,6 +197,9 @@ class MirroredRetrieval:
                 job.done.set()
 
     def _prepare(self, job: _Job) -> None:
+        if job.stopped:
+            return
+        job.rows = job.look()
         outcomes = likely_outcomes(job.view, self._outcomes, _LEAST, _acceptance(job))
         for group in best_first(outcomes, job.rows):
             if job.stopped:

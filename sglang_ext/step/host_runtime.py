@@ -83,7 +83,10 @@ class HostRuntime(StepRuntime):
         """Open it where a drafter uses it and the target can have one."""
         if not self._planner.uses_early_exit:
             return
-        made = open_exit(self._target, options, self._planner.datastores, packed_product)
+        planner = self._planner
+        made = open_exit(
+            self._target, options, planner.datastores, packed_product, planner.exit_depth
+        )
         self._exits = None if made is None else ExitViews(made)
 
     def begin(self, batch: "ScheduleBatch") -> None:

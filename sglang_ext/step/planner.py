@@ -119,6 +119,15 @@ class DraftPlanner:
         return any(drafter.uses_exit for drafter in self._asked.values())
 
     @property
+    def exit_depth(self) -> float:
+        """How deep in the target the early exit is to be, for those drafters that are told of it.
+
+        Half, where none is.
+        """
+        depths = [d.drafter.exit_depth for d in self._asked.values() if d.uses_exit]
+        return min(depths, default=0.5)
+
+    @property
     def learns_from_steps(self) -> bool:
         """Whether a drafter is told of verified nodes, which its next drafts may depend on."""
         return any(drafter.learns for drafter in self._asked.values())

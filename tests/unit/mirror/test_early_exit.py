@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from datastores import Datastore
-from sglang_ext.mirror.early_exit import EarlyExit
+from sglang_ext.mirror.early_exit import EarlyExit, layer_at
 from sglang_ext.mirror.fit_texts import carried_texts, frequent_tokens, served_texts
 from sglang_ext.mirror.lens import Lens
 from sglang_ext.mirror.proxy import Proxy, narrowed
@@ -61,6 +61,13 @@ def test_layers_whose_residual_is_out_of_sight_are_refused():
 
     with pytest.raises(ExitError, match="Hidden does not show its state"):
         tap_state(LayeredModel(Hidden).model.layers, 2, print)
+
+
+@pytest.mark.parametrize(
+    ("depth", "layers", "layer"), [(0.5, 30, 15), (0.9, 30, 27), (0.9, 4, 3), (0.9, 2, 1)]
+)
+def test_a_depth_is_a_layer_between_two_others(depth, layers, layer):
+    assert layer_at(depth, layers) == layer
 
 
 @pytest.mark.parametrize("exit_layer", [0, DEPTH])

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from datastores import Datastore
-from sglang_ext.drafters import DrafterContext, DraftRequest
+from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest
 from sglang_ext.drafters.sssd import RetrievalDrafter
 from sglang_ext.mirror import mirrored_retrieval
 from sglang_ext.mirror.exit_view import ExitView
 from sglang_ext.mirror.outcomes import Outcomes, likely_outcomes, path_to
 from sglang_ext.options import Options
 from sglang_ext.request_options import RequestOptions
+from sglang_ext.step.planner import DraftPlanner
 from sglang_ext.tree import TokenTree, pack
 from tests.eventually import eventually
 
@@ -149,6 +150,62 @@ def test_a_step_without_a_look_is_not_mirrored_and_waits_for_the_next_look():
     assert len(r.state.trie) == len(r.prompt) + len(r.output)
 
 
+def test_hits_are_indexed_by_the_thread_before_it_supposes_more():
+    made = drafter()
+    r = request("a")
+    [[_], [tree]] = steps(made, [r], [[55]])
+    assert made.counters["mirror_hits"] == 1
+    assert len(r.state.trie) == len(r.prompt) + 1, "the step does not wait for it"
+    made.early_exit([r], view_of([r], [tree], [55, 56, 57, 58]))
+    ended(made)
+    assert len(r.state.trie) == len(r.prompt) + len(r.output)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_request_may_go_on_or_end_before_the_thread_looks_at_it(monkeypatch, ends, caplog):
+    made, plain = drafter(), drafter(mirrored=False)
+    entered, go_on = threading.Event(), threading.Event()
+    look = made._mirrored
+    monkeypatch.setattr(
+        made, "_mirrored", lambda drafted: (entered.set(), go_on.wait(20), look(drafted))[2]
+    )
+    ours, theirs = request("a"), request("a")
+    made.start(ours)
+    plain.start(theirs)
+    made.early_exit([ours], view_of([ours], made.propose([ours], NODES), [55, 56, 57, 58]))
+    assert entered.wait(20)
+    trie = ours.state.trie
+    for r in (ours, theirs):
+        r.output.extend([55, 3])
+    if ends:
+        made.finish(ours, True)
+    go_on.set()
+    ended(made)
+    assert len(trie) == len(ours.prompt) + 1, "what it has seen is what the pass had"
+    if not ends:
+        assert same(made.propose([ours], NODES)[0], plain.propose([theirs], NODES)[0])
+    assert made._mirror.works and "failed" not in caplog.text
+
+
+def test_retrieval_wants_a_late_exit_and_the_earliest_that_is_wanted_is_taken():
+    class Early(Drafter):
+        def propose(self, requests, max_nodes):
+            return [TokenTree.empty() for _ in requests]
+
+        def early_exit(self, requests, view):
+            pass
+
+    context = DrafterContext(VOCAB, Options())
+
+    def depth(*drafters: Drafter) -> float:
+        named = {str(i): each for i, each in enumerate(drafters)}
+        return DraftPlanner(context, 8, 4, None, True, drafters=named).exit_depth
+
+    assert depth(drafter()) == 0.9
+    assert depth(drafter(), Early(context)) == 0.5
+    assert depth(drafter(mirrored=False)) == 0.5
+
+
 def test_what_was_deleted_in_between_is_not_drafted():
     made = drafter()
     r = request("a")
@@ -191,6 +248,8 @@ def test_a_failure_in_the_thread_is_logged_once_and_drafts_are_retrieved(caplog,
         plain.start(theirs)
         tree = made.propose([ours], NODES)[0]
         made.early_exit([ours], view_of([ours], [tree], [55, 56, 57, 58]))
+        if made._mirror._job is not None:
+            ended(made)
         ours.output.append(55)
         theirs.output.append(55)
         assert same(made.propose([ours], NODES)[0], plain.propose([theirs], NODES)[0])
