@@ -61,7 +61,7 @@ def _draft(options: argparse.Namespace, device: DraftDevice) -> None:
     numba.set_num_threads(min(device.threads, numba.config.NUMBA_NUM_THREADS))
     channel = Channel.open(options.channel)
     model = lm_loading.load(options.model, options.weights, device.torch_name)
-    if options.weights in PACKED:
+    if device.torch_name == "cpu" and options.weights in PACKED:
         # The products have threads of their own, which were counted when they were made. A second
         # team, of torch's small operators, would spin where these are to run.
         torch.set_num_threads(1)
