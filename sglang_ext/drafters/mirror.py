@@ -261,7 +261,7 @@ class MirrorDrafter(Drafter):
             waited_s: seconds that the step has waited.
         """
         waiting = [text for text in asked if text.ask]
-        if any(text.whole for text in waiting):
+        if not waiting or any(text.whole for text in waiting):
             return
         chains = {text.number: text.chain(length)[1] for text in texts}
         longer = [chains[text.number] for text in waiting]

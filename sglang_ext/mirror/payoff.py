@@ -136,7 +136,7 @@ def another_pays(
         chains: the probabilities of reaching each drafted token, of all requests.
         waiting: those of the chains that would get another token.
         alpha: how likely that one is right once the chain is.
-        token_s: seconds until they have it, and that verifying it takes.
+        token_s: seconds until they have it.
         so_far_s: seconds of the step without it, those that were waited included.
     """
     committed = sum(1.0 + sum(chain) for chain in chains)
