@@ -30,6 +30,9 @@ def pin_worker() -> None:
         number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
         own = cores[number % len(cores) :: workers]
         os.sched_setaffinity(0, own)
+        # The first process of the tests counted all cores.
+        for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
+            os.environ[name] = str(len(own))
         torch.set_num_threads(len(own))  # plugins may have loaded torch before
 
 

@@ -312,6 +312,7 @@ def test_a_token_gets_the_same_bits_from_every_mode_and_batch(world, monkeypatch
 
 def test_threads_that_sleep_are_woken_for_more_work_only(world, monkeypatch):
     world.backend._threads = 2
+    monkeypatch.setattr(attention, "is_crowded", lambda: False)  # this machine may be
     assert [world.backend._threads_for(pairs) for pairs in (999, 1_000)] == [1, 2]
     monkeypatch.setattr(attention, "is_crowded", lambda: True)
     assert [world.backend._threads_for(pairs) for pairs in (9_999, 10_000)] == [1, 2]
