@@ -1,28 +1,35 @@
-"""What running products with more rows gains: a pass over a model's packed weights, both ways.
+"""What rows cost beside each other: a pass over a model's packed weights by their number.
 
 Random weights in the shapes of the model's decoder (Llama's: fused QKV, output, fused gate and up,
-down; and the LM head), packed as the server packs them. A pass multiplies them all by 1, 2, ... 8
-rows, once with as many rows as there are and once with as many as product_rows.py finds quickest,
-in turns. products_ratio_rows_N is the median over the rounds of the one's time by the other's: 1
-where the rows are run as they are.
+down; and the LM head), packed as servers pack them. A pass multiplies them all by 1, 2, ... 12
+rows: with oneDNN by as many rows as there are, and by as many as product_rows.py finds quickest;
+and with our product, in float32 and in bfloat16. They take turns, and times are medians over the
+rounds. Figures: products_ratio_rows_N (oneDNN as it is by oneDNN at its quickest: 1 where the rows
+are run as they are), products_vs_onednn_rows_N (oneDNN at its quickest by ours, both in float32),
+products_bf16_vs_fp32_rows_N (ours in float32 by ours in bfloat16), and row_cost_N, row_cost_bf16_N
+and row_cost_onednn_N (N rows by one).
 
-    python -m scripts.bench_products [--model M] [--quick] [--json FILE]
+    python -m scripts.bench_products [--model M] [--threads N] [--quick] [--json FILE]
 """
 
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import numba
 import torch
 from transformers import AutoConfig
 
 from scripts.lib.figures import parser, report
+from sglang_ext.cpu.float_weights import FloatWeight
 from sglang_ext.cpu.install import usable_cores
 from sglang_ext.cpu.packed_weights import PackedWeight, Product
 from sglang_ext.models import resolve
 
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12)
+KINDS = ("oneDNN, as it is", "oneDNN", "ours, fp32", "ours, bf16")
 
 
 def shapes(path: str) -> list[tuple[int, int]]:
@@ -39,26 +46,40 @@ def shapes(path: str) -> list[tuple[int, int]]:
     return layer * config.num_hidden_layers + [(config.vocab_size, hidden)]
 
 
-def ratios(weights: list[tuple[int, int]], rounds: int) -> dict[int, float]:
-    """By rows, the seconds of a pass run as it is by those of one run as is quickest."""
+def measured(weights: list[tuple[int, int]], rounds: int) -> dict[tuple[str, int], float]:
+    """Seconds of a pass, by kind and rows."""
     made = [torch.randn(shape) for shape in weights]
-    # Packed twice, as two servers would: neither finds the other's weights in a cache.
-    plain, chosen = ([PackedWeight(weight) for weight in made] for _ in range(2))
-    for weight in plain:
-        weight._rows_to_run = ()
-    found: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    # Packed anew for each, as by servers of their own: none finds another's weights in a cache.
+    packed: dict[str, list[Product]] = {
+        kind: [pack(weight) for weight in made] for kind, pack in zip(KINDS, _PACKS, strict=True)
+    }
+    times: dict[tuple[str, int], list[float]] = {}
     inputs = {(n, k): torch.randn(n, k) for n in ROWS for _, k in weights}
     for number in range(1 + rounds):
         for rows in ROWS:
             xs = [inputs[rows, k] for _, k in weights]
-            start = time.perf_counter()
-            run(xs, plain)
-            middle = time.perf_counter()
-            run(xs, chosen)
-            if number:  # in the first one kernels are made
-                found[rows].append((middle - start) / (time.perf_counter() - middle))
+            for kind in KINDS:
+                start = time.perf_counter()
+                run(xs, packed[kind])
+                if number:  # in the first one kernels are made
+                    taken = time.perf_counter() - start
+                    times.setdefault((kind, rows), []).append(taken)
         print(f"round {number} of {rounds}", flush=True)
-    return {rows: statistics.median(times) for rows, times in found.items()}
+    return {key: statistics.median(taken) for key, taken in times.items()}
+
+
+def _as_it_is(weight: torch.Tensor) -> Product:
+    made = PackedWeight(weight)
+    made._rows_to_run = ()
+    return made
+
+
+_PACKS: tuple[Callable[[torch.Tensor], Product], ...] = (
+    _as_it_is,
+    PackedWeight,
+    partial(FloatWeight, bits=32),
+    partial(FloatWeight, bits=16),
+)
 
 
 def run(inputs: Sequence[torch.Tensor], weights: Sequence[Product]) -> None:
@@ -67,12 +88,31 @@ def run(inputs: Sequence[torch.Tensor], weights: Sequence[Product]) -> None:
         weight.linear(x)
 
 
+def figures(seconds: dict[tuple[str, int], float]) -> dict[str, float]:
+    """What the benchmark tells."""
+    plain, quickest, ours, halves = ({n: seconds[kind, n] for n in ROWS} for kind in KINDS)
+    made = {f"products_ratio_rows_{n}": plain[n] / quickest[n] for n in ROWS}
+    made |= {f"products_vs_onednn_rows_{n}": quickest[n] / ours[n] for n in ROWS}
+    made |= {f"products_bf16_vs_fp32_rows_{n}": ours[n] / halves[n] for n in ROWS}
+    for name, of in (("", ours), ("_bf16", halves), ("_onednn", quickest)):
+        made |= {f"row_cost{name}_{n}": of[n] / of[1] for n in ROWS[1:]}
+    return made
+
+
 @torch.inference_mode()
 def main() -> int:
-    options = parser(__doc__).parse_args()
-    torch.set_num_threads(usable_cores())
-    found = ratios(shapes(resolve(options.model)), 5 if options.quick else 25)
-    report({f"products_ratio_rows_{rows}": ratio for rows, ratio in found.items()}, options.json)
+    options = parser(__doc__)
+    options.add_argument("--threads", type=int, metavar="N", help="of a product [all cores]")
+    given = options.parse_args()
+    threads = given.threads or usable_cores()
+    numba.set_num_threads(threads)  # starts its team, and has torch take as many as that has
+    torch.set_num_threads(threads)
+    seconds = measured(shapes(resolve(given.model)), 5 if given.quick else 25)
+    print(f"{given.model}, {threads} threads: ms of a pass over the weights")
+    print("| rows | " + " | ".join(KINDS) + " |\n|" + " --- |" * (1 + len(KINDS)))
+    for n in ROWS:
+        print(f"| {n} | " + " | ".join(f"{1e3 * seconds[kind, n]:.1f}" for kind in KINDS) + " |")
+    report(figures(seconds), given.json)
     return 0
 
 

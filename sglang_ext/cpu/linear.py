@@ -25,9 +25,9 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang_ext import sglang_points
 from sglang_ext.cpu.packed_weights import (
     BITS,
-    PackedWeight,
     PlainWeight,
     Product,
+    as_it_is,
     bits_of,
     can_pack,
     for_encoder,
@@ -104,9 +104,8 @@ def _made(layer: Any, head: bool) -> _Packed | None:
         if not isinstance(made, PlainWeight) and _has_it_alone(layer, head) and not keeps_weights():
             release(layer)
         return _Packed(made, layer.weight, _weights_version)
-    if not can_pack(layer.weight):
-        return None
-    return _Packed(PackedWeight(layer.weight), layer.weight, _weights_version)
+    made = as_it_is(layer.weight)
+    return None if isinstance(made, PlainWeight) else _Packed(made, layer.weight, _weights_version)
 
 
 def _has_it_alone(layer: Any, head: bool) -> bool:

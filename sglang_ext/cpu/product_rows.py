@@ -1,4 +1,4 @@
-"""How many rows to run a packed product with: what the number does to its bits and to its time.
+"""How many rows to run oneDNN's packed product with: what that does to its bits and to its time.
 
 oneDNN picks its kernel by shape. For some weights a single row is summed in another order than
 the same row among several (576 x 1536, for one), and few rows may take longer than a few more: on

@@ -2,7 +2,7 @@
 
 oneDNN's products, with AMX no slower than those of 8 bits and without what those take to bring rows
 to 8 bits and back (speech/bf16_products.py). A row's bits may depend on how many rows there are
-(bf16_weights.py), so they are for layers that see one request's rows at a time.
+(float_weights.py), so they are for layers that see one request's rows at a time.
 """
 
 import torch

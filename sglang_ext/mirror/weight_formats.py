@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from sglang_ext.cpu.bf16_weights import Bf16Weight
+from sglang_ext.cpu.float_weights import FloatWeight
 from sglang_ext.cpu.group_weights import GROUP, GroupWeight
 
 FORMATS = ("fp32", "bf16", "int8", "int4")
@@ -51,7 +51,9 @@ class PackedWeight:
     """
 
     def __init__(self, weight: torch.Tensor, bits: int) -> None:
-        self._weight = Bf16Weight(weight) if bits == PACKED["bf16"] else GroupWeight(weight, bits)
+        self._weight = (
+            FloatWeight(weight, 16) if bits == PACKED["bf16"] else GroupWeight(weight, bits)
+        )
         self.bits = bits
         self.shape = _shape(weight)
 

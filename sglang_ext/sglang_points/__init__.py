@@ -301,7 +301,7 @@ ATTENTION = Point(
 LINEAR, HEAD = (
     Point(
         f"{_UNQUANT}{name}.process_weights_after_loading", How.AFTER, "cpu/linear",
-        "weights packed once for oneDNN", takes="self, layer", cpu=True,
+        "weights packed once", takes="self, layer", cpu=True,
     )
     for name in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 )  # fmt: skip

@@ -11,8 +11,9 @@ from sglang.srt.layers.quantization.unquant import (
 )
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_ext.cpu import linear
-from sglang_ext.cpu.packed_weights import PackedWeight, in_bits
+from sglang_ext.cpu import linear, packed_weights
+from sglang_ext.cpu.float_weights import FloatWeight
+from sglang_ext.cpu.packed_weights import PackedWeight, PlainWeight, as_it_is, in_bits
 from sglang_ext.cpu.released_weights import KEEP_VARIABLE
 
 SHAPES = [(960, 576), (576, 1536), (3072, 576), (37, 19), (512, 2048)]
@@ -43,6 +44,18 @@ def test_a_row_does_not_depend_on_its_batch(generator, shape):
     for rows in (1, 2, 3, 4, 6, 8, 11, 16, 31, 48, 64):
         assert torch.equal(packed.linear(x[:rows]), full[:rows]), rows
     assert torch.equal(packed.linear(x[42:43]), full[42:43])
+
+
+@pytest.mark.parametrize(("wide", "kind"), [(True, FloatWeight), (False, PackedWeight)])
+def test_who_multiplies_by_all_bits(generator, monkeypatch, wide, kind):
+    """Our product where registers hold the sums of many rows, oneDNN's elsewhere."""
+    monkeypatch.setattr(packed_weights, "HAS_WIDE_REGISTERS", wide)
+    weight, x = torch.randn(37, 19, generator=generator), torch.randn(5, 19, generator=generator)
+    made = as_it_is(weight)
+    assert type(made) is kind
+    torch.testing.assert_close(made.linear(x), F.linear(x, weight), atol=1e-5, rtol=1e-5)
+    assert type(as_it_is(weight.bfloat16())) in (PackedWeight, PlainWeight)
+    assert type(as_it_is(weight.double())) is PlainWeight
 
 
 def layer_of(weight):
