@@ -166,7 +166,7 @@ class Options:
         "pass runs, in another thread; on CPUs alone",
     )
     mirror_outcomes: int = _option(
-        8,
+        16,
         "SSSD with `--mirror-retrieval`: outcomes of a step that are retrieved for, per request",
         low=1,
         high=64,

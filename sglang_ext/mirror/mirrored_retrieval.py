@@ -24,7 +24,7 @@ from sglang_ext.tree import TokenTree
 logger = logging.getLogger(__name__)
 
 # Retrieved for at once: whoever asks for the drafts waits for no more than these.
-_AT_ONCE = 4
+_AT_ONCE = 8
 # Outcomes less probable than this are hardly ever right.
 _LEAST = 0.005
 # Waiting longer than this for a few retrievals means that the thread is gone.
