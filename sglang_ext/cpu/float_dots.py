@@ -55,7 +55,7 @@ def _multiplier(bits: int, from_memory: bool) -> Any:
             weights, stride: address of [BLOCKS, lines, 16] words of 32 bits, and a block's bytes; a
                 word is a float32 or two inputs' bfloat16, the even one's bits in the lower half.
             lines: of a block.
-            bias: address of float32[BLOCKS * 16].
+            bias: address of float32[BLOCKS * 16]; 0: none.
             out, out_stride: address of float32[count, BLOCKS * 16], which is written, and a row's
                 bytes.
         """
@@ -103,12 +103,16 @@ def _multiply(
                 for weight, total in zip(widened, own, strict=True):
                     added = multiply_add(builder, weight[number], value, builder.load(total))
                     builder.store(added, total)
+    with builder.if_then(builder.icmp_unsigned("!=", bias, I64(0))):
+        for block in range(BLOCKS):
+            more = load(builder, FLOATS, builder.add(bias, I64(block * _LINE)), I64(0), 1)
+            for own in sums:
+                builder.store(builder.fadd(builder.load(own[block]), more), own[block])
     for own, where in zip(sums, outs, strict=True):
         for block, total in enumerate(own):
-            offset = I64(block * _LINE)
-            more = load(builder, FLOATS, builder.add(bias, offset), I64(0), 1)
-            to = builder.inttoptr(builder.add(where, offset), ir.PointerType(FLOATS))
-            builder.store(builder.fadd(builder.load(total), more), to, align=4)
+            to = builder.add(where, I64(block * _LINE))
+            pointer = builder.inttoptr(to, ir.PointerType(FLOATS))
+            builder.store(builder.load(total), pointer, align=4)
 
 
 def _weights(builder: Any, block: Any, line: Any, bits: int, from_memory: bool) -> Sequence[Any]:

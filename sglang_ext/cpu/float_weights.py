@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from sglang_ext.cpu.float_dots import BLOCKS
-from sglang_ext.cpu.float_kernel import product
+from sglang_ext.cpu.float_kernel import MULTIPLY_BLOCKS, product
 from sglang_ext.cpu.huge_pages import on_huge_pages
 from sglang_ext.cpu.lane_vectors import LANES
+
+_NO_BIAS = torch.empty(0)
 
 
 class FloatWeight:
@@ -21,6 +23,7 @@ class FloatWeight:
 
     Attributes:
         bits: 32 or 16.
+        words: uint32[N / 16, K / inputs of a word, 16] as float_kernel.py takes them, N rounded up.
         nbytes: what a product reads of it.
     """
 
@@ -32,9 +35,8 @@ class FloatWeight:
         missing = (0, -self._columns % self._inputs, 0, outputs - self._rows)
         padded = F.pad(weight.detach(), missing)
         dtype = torch.float32 if bits == 32 else torch.bfloat16
-        self._words = on_huge_pages([_pack(padded.to(dtype), self._inputs).numpy()])
-        self._no_bias = torch.zeros(outputs)
-        self.nbytes = self._words.nbytes
+        self.words = on_huge_pages([_pack(padded.to(dtype), self._inputs).numpy()])
+        self.nbytes = self.words.nbytes
         self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,19 +45,22 @@ class FloatWeight:
         if self._columns % self._inputs:
             rows = F.pad(rows, (0, 1))
         rows = rows.contiguous()
-        more = self._no_bias if bias is None else self._padded(bias)
-        out = torch.empty(len(rows), len(more))
-        words = self._words
-        product(self.bits, rows.numpy(), words, more.numpy(), out.numpy(), self._threads)
-        if len(more) != self._rows:
+        outputs = self.words.shape[0] * LANES
+        more = _NO_BIAS if bias is None else _padded(bias, outputs)
+        out = torch.empty(len(rows), outputs)
+        product(
+            MULTIPLY_BLOCKS, self.bits, rows.numpy(), self.words, more.numpy(), out.numpy(),
+            self._threads,
+        )  # fmt: skip
+        if outputs != self._rows:
             out = out[:, : self._rows].contiguous()
         return out.to(x.dtype).view(*x.shape[:-1], self._rows)
 
-    def _padded(self, bias: torch.Tensor) -> torch.Tensor:
-        """float32[N], N as the packed weights have it."""
-        missing = len(self._no_bias) - self._rows
-        bias = bias.detach().to(torch.float32).contiguous()
-        return F.pad(bias, (0, missing)) if missing else bias
+
+def _padded(bias: torch.Tensor, outputs: int) -> torch.Tensor:
+    """float32[outputs]."""
+    bias = bias.detach().to(torch.float32).contiguous()
+    return bias if len(bias) == outputs else F.pad(bias, (0, outputs - len(bias)))
 
 
 def _pack(weight: torch.Tensor, inputs: int) -> torch.Tensor:

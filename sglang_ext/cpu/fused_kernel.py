@@ -1,7 +1,7 @@
-"""Decoder layers with weights in 8 or 4 bits, compiled: norms, products, rotation, attention, MLP.
+"""Decoder layers, compiled: norms, products, rotation, attention, MLP.
 
-In SGLang's modules that is some 40 torch operators a layer, whose calls take longer than the
-products of a few rows with such weights.
+In SGLang's modules that is some 40 torch operators a layer, whose calls take longer than a small
+model's products of a few rows.
 
 A row's numbers are a function of the row and of the weights alone, not of the rows beside it or of
 the number of threads (as in group_kernel.py): decode, extend and verify give the same bits.
@@ -15,15 +15,12 @@ import numpy as np
 from sglang_ext.cpu.addresses import pointer_to
 from sglang_ext.cpu.attention_kernel import _attend
 from sglang_ext.cpu.group_dots import GROUP
-from sglang_ext.cpu.group_rows import row_functions
 from sglang_ext.cpu.lane_vectors import LANES
+from sglang_ext.cpu.layer_rows import multiply, packed_weight, place_row, place_rows
 from sglang_ext.cpu.vectors import dot, gated, store_row
 
 # Rows from which waking threads pays for what is done row by row.
 _MANY_ROWS = 32
-
-
-_, _quantize_row, _quantize_rows, _multiply = row_functions()
 
 
 @numba.njit(fastmath={"contract", "nsz"}, nogil=True)
@@ -37,15 +34,15 @@ def _normed(x, weight, epsilon, out):
 
 
 @numba.njit(nogil=True)
-def _norm_rows(x, weight, epsilon, bits, factor, made, first, last):
-    normed, groups = np.empty(x.shape[1], np.float32), made[1].shape[1]
+def _norm_rows(x, weight, epsilon, form, factor, made, first, last):
+    normed, groups = np.empty(x.shape[1], np.float32), x.shape[1] // GROUP
     for row in range(first, last):
         _normed(x[row], weight, epsilon, normed)
-        _quantize_row(normed, row, 0, groups, bits, factor, made)
+        place_row(normed, row, 0, groups, form, factor, made)
 
 
 @numba.njit(nogil=True)
-def _gate_groups(both, size, bits, factor, made, first, last):
+def _gate_groups(both, size, form, factor, made, first, last):
     """silu(gate) * up of rows both [T, gate and up], as the groups first:last of made."""
     start, end = first * GROUP, last * GROUP
     own = np.empty(end - start, np.float32)
@@ -53,7 +50,7 @@ def _gate_groups(both, size, bits, factor, made, first, last):
         here = both[row].ctypes.data
         up = np.uintp(here + 4 * (size + start))
         gated(np.uintp(here + 4 * start), up, own.ctypes.data, end - start)
-        _quantize_row(own, row, first, last, bits, factor, made)
+        place_row(own, row, first, last, form, factor, made)
 
 
 @numba.njit(nogil=True)
@@ -109,34 +106,34 @@ def _add_rows(x, more, bias, out, first, last):
 
 
 @numba.njit(parallel=True, nogil=True)
-def _product(bits, rows, weights, out, threads):
-    """All of `_multiply`, shared by threads; by one alone nobody is woken."""
+def _product(form, rows, weights, out, threads):
+    """All of `multiply`, shared by threads; by one alone nobody is woken."""
     blocks = weights[0].shape[0]
     if threads == 1:
-        _multiply(bits, rows, weights, out, 0, blocks)
+        multiply(form, rows, weights, out, 0, blocks)
         return
     for thread in numba.prange(threads):
         first, last = blocks * thread // threads, blocks * (thread + 1) // threads
-        _multiply(bits, rows, weights, out, first, last)
+        multiply(form, rows, weights, out, first, last)
 
 
 @numba.njit(parallel=True, nogil=True)
 def _project(
-    bits, x, norm, epsilon, weights, factor, bias, positions, cos_sin, halves,
+    form, x, norm, epsilon, weights, factor, bias, positions, cos_sin, halves,
     queries, keys, values, slots, rows, made, threads, small_threads,
 ):  # fmt: skip
     """A layer's input to its queries, and to keys and values in the KV pool.
 
     Args:
-        bits: 8 or 4, of the weights.
+        form: of the weights (layer_rows.py).
         x: [T, K] float32; norm [K], epsilon: the RMS norm before the attention.
-        weights, factor: levels and scales of the projection to q, k and v (group_weights.py).
+        weights, factor: of the projection to q, k and v, as layer_rows.py has them.
         bias: float32 of its outputs, or empty.
         positions: [T] int64; cos_sin, halves: as rotary.py has them.
         queries: [T, H, D] float32, written.
         keys, values: [S, KH, D], the layer's KV pool (attention_kernel.py); slots [T] int64 are
             written.
-        rows, made: written: the rows in 8 bits, and what the projection makes of them.
+        rows, made: written: the rows (layer_rows.py), and what the projection makes of them.
         threads, small_threads: how many share the work, and the product; the result does not
             depend on it.
     """
@@ -145,10 +142,10 @@ def _project(
     if many:
         for thread in numba.prange(threads):
             first, last = count * thread // threads, count * (thread + 1) // threads
-            _norm_rows(x, norm, epsilon, bits, factor, rows, first, last)
+            _norm_rows(x, norm, epsilon, form, factor, rows, first, last)
     else:
-        _norm_rows(x, norm, epsilon, bits, factor, rows, 0, count)
-    _product(bits, rows, weights, made, small_threads)
+        _norm_rows(x, norm, epsilon, form, factor, rows, 0, count)
+    _product(form, rows, weights, made, small_threads)
     if many:
         for thread in numba.prange(threads):
             first, last = count * thread // threads, count * (thread + 1) // threads
@@ -161,19 +158,19 @@ def _project(
 
 @numba.njit(parallel=True, nogil=True)
 def _complete(
-    bits, attended, x, o_weights, o_factor, o_bias, norm, epsilon,
+    form, attended, x, o_weights, o_factor, o_bias, norm, epsilon,
     up_weights, up_factor, down_weights, down_factor, out, room, threads, small_threads,
 ):  # fmt: skip
     """From the attention's output to the layer's: output projection, norm and gated MLP.
 
     Args:
-        bits: 8 or 4, of the weights.
+        form: as `_project` takes them.
         attended: [T, H * D] float32; x [T, K] float32: the layer's input.
         o_...: the output projection; up_...: to gate and up, as many each; down_...: behind them.
-            Weights are levels and scales (group_weights.py).
+            Weights are as layer_rows.py has them.
         norm: [K] float32; epsilon: the RMS norm before the MLP.
         out: [T, K] float32, written: x and what attention and MLP add to it.
-        room: written: rows in 8 bits for each product, gate and up, and what products add to x.
+        room: written: rows for each product, gate and up, and what products add to x.
         threads, small_threads: how many share the work, and the output projection; the result
             does not depend on it.
     """
@@ -183,29 +180,29 @@ def _complete(
     if many:
         for thread in numba.prange(threads):
             first, last = count * thread // threads, count * (thread + 1) // threads
-            _quantize_rows(attended, bits, o_factor, rows, first, last)
+            place_rows(attended, form, o_factor, rows, first, last)
     else:
-        _quantize_rows(attended, bits, o_factor, rows, 0, count)
-    _product(bits, rows, o_weights, added, small_threads)
+        place_rows(attended, form, o_factor, rows, 0, count)
+    _product(form, rows, o_weights, added, small_threads)
     if many:
         for thread in numba.prange(threads):
             first, last = count * thread // threads, count * (thread + 1) // threads
             _add_rows(x, added, o_bias, out, first, last)
-            _norm_rows(out, norm, epsilon, bits, up_factor, rows_up, first, last)
+            _norm_rows(out, norm, epsilon, form, up_factor, rows_up, first, last)
     else:
         _add_rows(x, added, o_bias, out, 0, count)
-        _norm_rows(out, norm, epsilon, bits, up_factor, rows_up, 0, count)
+        _norm_rows(out, norm, epsilon, form, up_factor, rows_up, 0, count)
     # A thread has the gate and up of the same groups, and makes them the next product's rows.
     groups = down_weights[0].shape[1]
     size, half = groups * GROUP, groups * (GROUP // LANES)
     for thread in numba.prange(threads):
         first, last = groups * thread // threads, groups * (thread + 1) // threads
         start, end = first * (GROUP // LANES), last * (GROUP // LANES)
-        _multiply(bits, rows_up, up_weights, made, start, end)
-        _multiply(bits, rows_up, up_weights, made, half + start, half + end)
-        _gate_groups(made, size, bits, down_factor, rows_down, first, last)
+        multiply(form, rows_up, up_weights, made, start, end)
+        multiply(form, rows_up, up_weights, made, half + start, half + end)
+        _gate_groups(made, size, form, down_factor, rows_down, first, last)
 
-    _product(bits, rows_down, down_weights, added, threads)
+    _product(form, rows_down, down_weights, added, threads)
     nothing = np.empty(0, np.float32)
     if many:
         for thread in numba.prange(threads):
@@ -226,12 +223,9 @@ def _pool(like, address, slots, heads, size):
 
 
 @numba.njit(nogil=True)
-def _weights(bits, own):
-    """Levels and scales of a weight, of its four columns of `addresses`."""
-    blocks, groups = own[2], own[3]
-    width, scale_width = (GROUP * LANES, LANES) if bits == 8 else (GROUP * LANES // 2, 2 * LANES)
-    levels = numba.carray(pointer_to(own[0]), (blocks, groups, width), np.uint8)
-    return levels, numba.carray(pointer_to(own[1]), (blocks, groups, scale_width), np.uint16)
+def _weights(form, own):
+    """A weight, of its four columns of `layers`."""
+    return packed_weight(form[0], own[0], own[1], own[2], own[3])
 
 
 # Columns of `addresses` in `run_layers`: of a weight, four each; of a bias, two.
@@ -243,7 +237,7 @@ FIRST_EPSILON, QKV_FACTOR, OUT_FACTOR, SECOND_EPSILON, UP_FACTOR, DOWN_FACTOR = 
 
 @numba.njit(nogil=True, cache=True)
 def run_layers(
-    x, out, room, layers, numbers, bits, heads, kv_heads, size, pools, pool_slots, like,
+    x, out, room, layers, numbers, form, heads, kv_heads, size, pools, pool_slots, like,
     positions, cos_sin, halves, slots, norm, epsilon, normed,
     table, rows, starts, counts, extra, extra_starts, extra_counts, scale, soft_cap,
     attention_threads, threads, small_threads,
@@ -253,11 +247,11 @@ def run_layers(
     Args:
         x: [T, K] float32, the residual stream; out: [T, K], written: what it is behind the layers.
         room: what is in between (layer_room.py), written.
-        layers: [L, ADDRESSES] int64: addresses of float32 norms; of a weight the addresses of its
-            levels and scales, its blocks of 16 outputs and groups of 32 inputs (group_weights.py);
-            of a bias its address and size, 0 for none.
+        layers: [L, ADDRESSES] int64: addresses of float32 norms; of a weight (layer_rows.py) the
+            addresses of its levels and scales, its blocks of 16 outputs and groups of 32 inputs; of
+            a bias its address and size, 0 for none.
         numbers: [L, 6] float32.
-        bits: 8 or 4.
+        form: of the weights (layer_rows.py): their bits, and what multiplies by them.
         pools: [L, 2] int64, addresses of keys and of values, [pool_slots, kv_heads, size].
         like: any array of their dtype, float32 or uint16 with the bits of bfloat16.
         positions: [T] int64; cos_sin, halves: as rotary.py has them.
@@ -277,8 +271,8 @@ def run_layers(
         keys = _pool(like, pools[layer, 0], pool_slots, kv_heads, size)
         values = _pool(like, pools[layer, 1], pool_slots, kv_heads, size)
         _project(
-            bits, here, _floats(own[FIRST_NORM], columns), number[FIRST_EPSILON],
-            _weights(bits, own[QKV:]), number[QKV_FACTOR],
+            form, here, _floats(own[FIRST_NORM], columns), number[FIRST_EPSILON],
+            _weights(form, own[QKV:]), number[QKV_FACTOR],
             _floats(own[QKV_BIAS], own[QKV_BIAS + 1]),
             positions, cos_sin, halves, queries, keys, values, slots, rows_qkv, made_qkv, threads,
             small_threads,
@@ -288,12 +282,12 @@ def run_layers(
             extra, extra_starts, extra_counts, scale, soft_cap, attention_threads,
         )  # fmt: skip
         _complete(
-            bits, attended.reshape(count, heads * size), here,
-            _weights(bits, own[OUT:]), number[OUT_FACTOR],
+            form, attended.reshape(count, heads * size), here,
+            _weights(form, own[OUT:]), number[OUT_FACTOR],
             _floats(own[OUT_BIAS], own[OUT_BIAS + 1]),
             _floats(own[SECOND_NORM], columns), number[SECOND_EPSILON],
-            _weights(bits, own[UP:]), number[UP_FACTOR],
-            _weights(bits, own[DOWN:]), number[DOWN_FACTOR], out, room_behind, threads,
+            _weights(form, own[UP:]), number[UP_FACTOR],
+            _weights(form, own[DOWN:]), number[DOWN_FACTOR], out, room_behind, threads,
             small_threads,
         )  # fmt: skip
         here = out

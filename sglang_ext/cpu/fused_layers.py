@@ -1,4 +1,4 @@
-"""Decoders of Llama's and Qwen2's kind with weights in 8 or 4 bits, fused on CPUs.
+"""Decoders of Llama's and Qwen2's kind, fused on CPUs.
 
 SGLang's modules call some 40 torch operators a layer, and with packed weights the calls take most
 of a decode step: SmolLM2-135M in 4 bits took 45 ms a token on two cores, its products 6. Where all
@@ -20,10 +20,12 @@ import numpy as np
 import torch
 
 from sglang_ext.cpu import fused_kernel as kernel
+from sglang_ext.cpu.float_weights import FloatWeight
 from sglang_ext.cpu.group_dots import GROUP
 from sglang_ext.cpu.group_weights import GroupWeight
 from sglang_ext.cpu.lane_vectors import LANES
-from sglang_ext.cpu.layer_room import LayerRoom
+from sglang_ext.cpu.layer_room import LayerRoom, Weight, columns_of
+from sglang_ext.cpu.layer_rows import multiplier_of
 from sglang_ext.cpu.linear import PackedLinearMethod, weights_version
 from sglang_ext.cpu.rotary import covers
 from sglang_ext.cpu.shared_cores import is_crowded
@@ -83,9 +85,7 @@ class FusedDecoder:
         version: of the weights that it was made of.
     """
 
-    def __init__(
-        self, decoder: Any, backend: Attention, products: Sequence[list[GroupWeight]]
-    ) -> None:
+    def __init__(self, decoder: Any, backend: Attention, products: Sequence[list[Weight]]) -> None:
         self._decoder, self._backend = decoder, backend
         self._layers = list(decoder.layers)
         self.version = weights_version()
@@ -100,12 +100,13 @@ class FusedDecoder:
         ]
         self._addresses = np.array([row[0] for row in rows], np.int64)
         self._numbers = np.array([row[1] for row in rows], np.float32)
-        self._bits = products[0][0].bits
+        bits = products[0][0].bits
+        self._form = bits, multiplier_of(bits)
         self._room = LayerRoom(own.num_heads, own.head_dim, products[0])
         self._heads, self._kv_heads = own.num_heads, own.num_kv_heads
         self._size = own.head_dim
         self._has_small_projections = all(
-            math.prod(weight.levels.shape[:2]) * LANES * GROUP <= _SMALL_WEIGHT
+            math.prod(columns_of(weight)[2:]) * LANES * GROUP <= _SMALL_WEIGHT
             for weight in products[0][:2]
         )
         self._cos_sin = own.rotary_emb.cos_sin_cache.numpy()
@@ -241,7 +242,7 @@ class FusedDecoder:
             behind = out
         kernel.run_layers(
             x, out, self._room.of(len(x)), self._addresses[start:end],
-            self._numbers[start:end], self._bits, self._heads, self._kv_heads, self._size,
+            self._numbers[start:end], self._form, self._heads, self._kv_heads, self._size,
             self._pools[start:end], self._pool_slots, backend.kv_like, positions.numpy(),
             self._cos_sin, self._halves, batch.out_cache_loc.numpy(),
             self._norm if normed else _NO_FLOATS, self._epsilon, behind,
@@ -283,14 +284,17 @@ def _is_watched(module: torch.nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _products(layer: Any) -> list[GroupWeight] | None:
-    """A layer's packed weights in 8 or 4 bits; None: one of them is multiplied by otherwise."""
-    found = []
+def _products(layer: Any) -> list[Weight] | None:
+    """A layer's packed weights; None: one of them is multiplied by otherwise."""
+    found: list[Weight] = []
     for name in _LINEAR:
         linear: Any = layer.get_submodule(name)
         method = getattr(linear, "quant_method", None)
         product = method.product_of(linear) if type(method) is PackedLinearMethod else None
-        if not isinstance(product, GroupWeight):
+        whole = linear.weight.shape[1] % GROUP == 0
+        if not isinstance(product, GroupWeight) and not (
+            isinstance(product, FloatWeight) and whole
+        ):
             return None
         found.append(product)
     return found
@@ -363,18 +367,16 @@ def _arrays(layer: Any) -> list[np.ndarray]:
 
 
 def _row(
-    layer: Any, arrays: Sequence[np.ndarray], weights: Sequence[GroupWeight]
+    layer: Any, arrays: Sequence[np.ndarray], weights: Sequence[Weight]
 ) -> tuple[list[int], list[float]]:
     """A layer's row of `addresses` and of `numbers` in fused_kernel.run_layers."""
     first, second, qkv_bias, o_bias = arrays
-    qkv, o, up, down = (
-        [w.levels.ctypes.data, w.scales.ctypes.data, *w.levels.shape[:2]] for w in weights
-    )
+    qkv, o, up, down = map(columns_of, weights)
     addresses = [
         first.ctypes.data, second.ctypes.data, *qkv, qkv_bias.ctypes.data, qkv_bias.size,
         *o, o_bias.ctypes.data, o_bias.size, *up, *down,
     ]  # fmt: skip
-    factors = [weight.factor for weight in weights]
+    factors = [w.factor if isinstance(w, GroupWeight) else 1.0 for w in weights]
     epsilons = (
         layer.input_layernorm.variance_epsilon,
         layer.post_attention_layernorm.variance_epsilon,

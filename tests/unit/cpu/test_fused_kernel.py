@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from sglang_ext.cpu.attention_kernel import attend
+from sglang_ext.cpu.float_weights import FloatWeight
 from sglang_ext.cpu.fused_kernel import ADDRESSES, run_layers
 from sglang_ext.cpu.group_weights import GroupWeight
-from sglang_ext.cpu.layer_room import LayerRoom
+from sglang_ext.cpu.layer_room import LayerRoom, Weight, columns_of
+from sglang_ext.cpu.layer_rows import multiplier_of
 from sglang_ext.cpu.rotary import rotate
 
 HEADS, KV_HEADS, SIZE, COLUMNS, GATE, LAYERS = 6, 2, 32, 96, 160, 2
@@ -22,7 +24,7 @@ WEIGHTS = ((HEADS + 2 * KV_HEADS) * SIZE, COLUMNS), (COLUMNS, HEADS * SIZE), (2 
 
 @dataclass
 class Layer:
-    weights: list[GroupWeight]
+    weights: list[Weight]
     norms: list[np.ndarray]
     biases: list[np.ndarray]
     keys: np.ndarray
@@ -51,8 +53,10 @@ def layers(bits: int, with_biases: bool, kept: torch.dtype = torch.float32) -> l
     return [
         Layer(
             [
-                GroupWeight(numbers(rows, columns) * columns**-0.5, bits)
-                for rows, columns in WEIGHTS
+                (GroupWeight if bits < 16 else FloatWeight)(
+                    numbers(*shape) * shape[1] ** -0.5, bits
+                )
+                for shape in WEIGHTS
             ],
             [(1 + 0.1 * numbers(COLUMNS)).numpy() for _ in range(2)],
             [numbers(WEIGHTS[i][0] if with_biases else 0).numpy() for i in range(2)],
@@ -99,23 +103,22 @@ def run(
 ) -> tuple:
     """The residual stream behind the layers, and what the final norm makes of it."""
     room = room or LayerRoom(HEADS, SIZE, made[0].weights)
-    count = len(made)
+    count, bits = len(made), made[0].weights[0].bits
+    form = bits, multiplier_of(bits)
     addresses, numbers = np.empty((count, ADDRESSES), np.int64), np.empty((count, 6), np.float32)
     for i, layer in enumerate(made):
-        qkv, out, up, down = (
-            [w.levels.ctypes.data, w.scales.ctypes.data, *w.levels.shape[:2]] for w in layer.weights
-        )
+        qkv, out, up, down = map(columns_of, layer.weights)
         biases = [[bias.ctypes.data, bias.size] for bias in layer.biases]
         addresses[i] = [
             *(norm.ctypes.data for norm in layer.norms), *qkv, *biases[0], *out, *biases[1], *up,
             *down,
         ]  # fmt: skip
-        factors = [weight.factor for weight in layer.weights]
+        factors = [getattr(weight, "factor", 1.0) for weight in layer.weights]
         numbers[i] = [EPSILON, *factors[:2], EPSILON, *factors[2:]]
     pools = np.array([[each.keys.ctypes.data, each.values.ctypes.data] for each in made])
     out, normed = np.empty_like(tokens.x), np.empty_like(tokens.x)
     run_layers(
-        tokens.x, out, room.of(len(tokens.x)), addresses, numbers, made[0].weights[0].bits, HEADS,
+        tokens.x, out, room.of(len(tokens.x)), addresses, numbers, form, HEADS,
         KV_HEADS, SIZE, pools, SLOTS, made[0].keys[:0], tokens.positions, tokens.cos_sin, True,
         tokens.slots, norm, np.float32(EPSILON), normed, *tokens.seen(), threads, threads,
         small_threads,
@@ -158,23 +161,25 @@ NO_NORM = np.empty(0, np.float32)
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_biases", [False, True])
 @pytest.mark.parametrize("count", [1, 5, 40])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 32, 16])
 def test_layers_are_what_their_parts_are(bits, count, with_biases, kept):
     made, tokens = layers(bits, with_biases, kept), inputs(count)
     expected = by_parts(made, tokens)
     keys = [from_pool(layer.keys).copy() for layer in made]
     out, normed = run(made, tokens, NORM)
-    # A level more or less where a row's number lies between two.
-    torch.testing.assert_close(torch.from_numpy(out), expected, rtol=0, atol=0.1)
-    assert np.abs(out - expected.numpy()).mean() < 5e-3
+    # A level more or less where a row's number lies between two; floats have none.
+    most, mean = (0.1, 5e-3) if bits < 16 or kept == torch.bfloat16 else (1e-4, 1e-5)
+    torch.testing.assert_close(torch.from_numpy(out), expected, rtol=0, atol=most)
+    assert np.abs(out - expected.numpy()).mean() < mean
     expected_norm = F.rms_norm(torch.from_numpy(out), (COLUMNS,), torch.from_numpy(NORM), EPSILON)
     torch.testing.assert_close(torch.from_numpy(normed), expected_norm)
     for layer, before in zip(made, keys, strict=True):
         np.testing.assert_allclose(from_pool(layer.keys), before, atol=0.1)
 
 
-def test_a_room_is_kept_from_pass_to_pass_and_changes_nothing():
-    made = layers(8, with_biases=True)
+@pytest.mark.parametrize("bits", [8, 32])
+def test_a_room_is_kept_from_pass_to_pass_and_changes_nothing(bits):
+    made = layers(bits, with_biases=True)
     room = LayerRoom(HEADS, SIZE, made[0].weights)
     for count in (1, 12, 5, 13, 200, 2):
         expected, kept = run(made, inputs(count), NORM), run(made, inputs(count), NORM, room=room)
@@ -184,7 +189,7 @@ def test_a_room_is_kept_from_pass_to_pass_and_changes_nothing():
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 32, 16])
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(bits, kept):
     made, tokens = layers(bits, with_biases=True, kept=kept), inputs(40)
     whole, normed = run(made, tokens, NORM)
@@ -194,8 +199,9 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(bits, kept):
         np.testing.assert_array_equal(part_normed, normed[first:last])
 
 
-def test_results_do_not_depend_on_threads():
-    made, tokens = layers(4, with_biases=False), inputs(33)
+@pytest.mark.parametrize("bits", [4, 32])
+def test_results_do_not_depend_on_threads(bits):
+    made, tokens = layers(bits, with_biases=False), inputs(33)
     alone = run(made, tokens, NORM, 1, 1)[0]
     np.testing.assert_array_equal(alone, run(made, tokens, NORM, 2, 2)[0])
     np.testing.assert_array_equal(alone, run(made, tokens, NORM, 2, 1)[0])
