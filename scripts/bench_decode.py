@@ -9,7 +9,11 @@ SGLang on the same CPU engine, prepacked weights included.
 perplexity of GSM8K's worked answers behind what all begin with: decode_ratio_FORMAT is its tokens a
 second by fp32's, perplexity_ratio_FORMAT its perplexity by fp32's, in the same run.
 
-    python -m scripts.bench_decode [--prompts N] [--tokens N] [--formats] [--quick] [--json FILE]
+`--layers` compares plain decoding with fused decoder layers (docs/cpu.md) and with SGLang's, which
+have the same products: fused_ratio_FORMAT is the one's tokens a second by the other's.
+
+    python -m scripts.bench_decode [--prompts N] [--tokens N] [--formats | --layers] [--quick]
+        [--json FILE]
 """
 
 import json
@@ -36,6 +40,8 @@ DRAFT_TOKENS = 16
 # The first prompts may be measured; what is learned beforehand comes from the rest.
 MOST_MEASURED = 104
 FORMATS = ("fp32", "int8", "int4")
+FUSED_LAYERS = "SGLANG_EXT_CPU_FUSED_LAYERS"
+LAYER_FORMATS = ("fp32", "bf16", "int8", "int4")
 SCORED_TEXTS, QUICK_SCORED_TEXTS = 200, 40
 
 
@@ -72,7 +78,9 @@ def main() -> int:
     )
     args.add_argument("--tokens", type=int, default=128, help="most tokens per answer [128]")
     args.add_argument("--warm-tokens", type=int, default=WARM_TOKENS, help="[%(default)s]")
-    args.add_argument("--formats", action="store_true", help="compare weight formats")
+    modes = args.add_mutually_exclusive_group()
+    modes.add_argument("--formats", action="store_true", help="compare weight formats")
+    modes.add_argument("--layers", action="store_true", help="compare fused layers and SGLang's")
     options = args.parse_args()
     if options.quick:
         options.prompts, options.tokens = 8, 64
@@ -82,6 +90,10 @@ def main() -> int:
     if options.formats:
         scored = QUICK_SCORED_TEXTS if options.quick else SCORED_TEXTS
         report(compare_formats(options.model, measured, options.tokens, scored), options.json)
+        return 0
+
+    if options.layers:
+        report(compare_layers(options.model, measured, options.tokens), options.json)
         return 0
 
     with ExitStack() as stack:
@@ -141,6 +153,28 @@ def compare_formats(
     for kind in FORMATS[1:]:
         figures[f"decode_ratio_{kind}"] = speeds[kind] / speeds["fp32"]
         figures[f"perplexity_ratio_{kind}"] = perplexities[kind] / perplexities["fp32"]
+    return figures
+
+
+def compare_layers(model: str, prompts: Sequence[Prompt], tokens: int) -> dict[str, float]:
+    """Plain decoding with fused layers and with SGLang's, two servers at a time."""
+    figures = {}
+    for kind in LAYER_FORMATS:
+        with ExitStack() as stack:
+            servers = {
+                name: Server(model, ["--cpu-weights", kind], name=f"{kind}-{name}")
+                for name in ("sglang", "fused")
+            }
+            servers["sglang"].env[FUSED_LAYERS] = "0"
+            for server in servers.values():
+                stack.callback(server.start().stop)
+            for server in servers.values():
+                server.wait()
+            contenders = {name: Contender(server.base_url) for name, server in servers.items()}
+            timings = race(kind, contenders, prompts, tokens)
+        speeds = {name: timing.tokens_per_s() for name, timing in timings.items()}
+        figures[f"fused_tokens_per_s_{kind}"] = speeds["fused"]
+        figures[f"fused_ratio_{kind}"] = speeds["fused"] / speeds["sglang"]
     return figures
 
 

@@ -27,8 +27,9 @@ executor_kills, wrong_after_kills, hangs_after_kills.
 
     python -m scripts.bench_mirror [--quick] [--json FILE] [--folder DIR] [--parts NAME,...]
         [--minutes N] [--list] [--plots DIR] [--model TARGET] [--draft-model DRAFT]
-        [--draft-weights FORMAT] [--streams DIR] [--prompts N] [--prompt-tokens N] [--tokens N]
-        [--window N] [--batches N,...] [--kills N] [--lens-seconds N]
+        [--draft-weights FORMAT] [--target-weights FORMAT] [--streams DIR] [--prompts N]
+        [--prompt-tokens N] [--tokens N] [--window N] [--batches N,...] [--kills N]
+        [--lens-seconds N]
 
 A whole run takes some eight hours, so it has parts of under half an hour (--list). What they find
 is kept in --folder: the same command goes on with what is missing, and --minutes begins no part
@@ -87,6 +88,8 @@ def read_options() -> argparse.Namespace:
     add("--draft-model", default=DRAFT, metavar="NAME", help="name or path [%(default)s]")
     add("--draft-weights", default="auto", metavar="FORMAT",
         help="of the draft model, as --mirror-weights [%(default)s]")  # fmt: skip
+    add("--target-weights", default="fp32", metavar="FORMAT",
+        help="of the target, as --cpu-weights [%(default)s]")  # fmt: skip
     add("--streams", default="", metavar="DIR",
         help="of `drafter train --kind streaming`: the draft model's")  # fmt: skip
     add("--folder", type=Path, metavar="DIR", help="keep results there, and go on from them")
@@ -143,6 +146,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
     return Settings(
         options.model, options.draft_model, options.streams, options.tokens, options.window,
         options.prompts, options.prompt_tokens, options.lens_seconds, options.draft_weights,
+        options.target_weights,
     )  # fmt: skip
 
 
@@ -169,11 +173,16 @@ def measured(options: argparse.Namespace, parts: Sequence[Part], folder: ResultF
         from scripts.lib.mirror_plots import write_plots
 
         write_plots(options.plots, results)
-    weights = options.draft_weights
-    print(f"\ntarget {options.model}, draft {options.draft_model}, its weights {weights}")
+    named = {
+        "target": options.model,
+        "target_weights": options.target_weights,
+        "draft": options.draft_model,
+        "draft_weights": options.draft_weights,
+    }
+    print("\n" + ", ".join(f"{name.replace('_', ' ')}: {it}" for name, it in named.items()))
     figures = report(results.figures() | {"window": options.window}, options.json)
     if options.json is not None:
-        note_pair(options.json, options.model, options.draft_model, weights)
+        note_pair(options.json, named)
     left = [part.name for part in all_parts() if not folder.part(part.name).complete]
     return judged(figures, whole=not left and not options.quick)
 
@@ -213,9 +222,8 @@ def judged(figures: dict[str, float], whole: bool) -> int:
     return int(bool(lines))
 
 
-def note_pair(path: Path, target: str, draft: str, weights: str) -> None:
+def note_pair(path: Path, named: dict[str, str]) -> None:
     """Name the models beside the figures."""
-    named = {"target": target, "draft": draft, "draft_weights": weights}
     written = json.loads(path.read_text())
     path.write_text(json.dumps({**written, **named}, indent=2) + "\n")
 

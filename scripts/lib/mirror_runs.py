@@ -72,7 +72,7 @@ class Settings:
         window: gamma.
         prompts: of each task; `prompt_tokens` the most of one.
         lens_seconds: most that fitting a lens may take.
-        draft_weights: as `--mirror-weights`.
+        draft_weights: as `--mirror-weights`; `target_weights` as `--cpu-weights`.
     """
 
     target: str
@@ -84,6 +84,7 @@ class Settings:
     prompt_tokens: int
     lens_seconds: float
     draft_weights: str = "auto"
+    target_weights: str = "fp32"
 
 
 @contextlib.contextmanager
@@ -124,7 +125,7 @@ class Servers:
             flags = split.flags(
                 s.draft, self._layers, s.window, s.lens_seconds, s.streams, s.draft_weights
             )
-            server = Server(s.target, flags, name=split.name)
+            server = Server(s.target, [*flags, "--cpu-weights", s.target_weights], name=split.name)
             server.env["OMP_NUM_THREADS"] = str(len(split.target_cores))
             print(f"starting server {split.name}, its log {server.log}", flush=True)
             with on_cores(split.target_cores):
