@@ -16,6 +16,7 @@ have the same products: fused_ratio_FORMAT is the one's tokens a second by the o
         [--json FILE]
 """
 
+import argparse
 import json
 import statistics
 import sys
@@ -72,6 +73,22 @@ class Contender:
 
 
 def main() -> int:
+    options = read_options()
+    prompts = spec_bench(options.model, max_prompt_tokens=512)
+    measured, others = prompts[: min(options.prompts, MOST_MEASURED)], prompts[MOST_MEASURED:]
+    if options.formats:
+        scored = QUICK_SCORED_TEXTS if options.quick else SCORED_TEXTS
+        figures = compare_formats(options.model, measured, options.tokens, scored)
+    elif options.layers:
+        figures = compare_layers(options.model, measured, options.tokens)
+    else:
+        figures = compare_methods(options, measured, others)
+    report(figures, options.json)
+    return 0
+
+
+def read_options() -> argparse.Namespace:
+    """The command line."""
     args = parser(__doc__)
     args.add_argument(
         "--prompts", type=int, default=26, help=f"prompts measured, up to {MOST_MEASURED} [26]"
@@ -85,17 +102,13 @@ def main() -> int:
     if options.quick:
         options.prompts, options.tokens = 8, 64
         options.warm_tokens = QUICK_WARM_TOKENS
-    prompts = spec_bench(options.model, max_prompt_tokens=512)
-    measured, others = prompts[: min(options.prompts, MOST_MEASURED)], prompts[MOST_MEASURED:]
-    if options.formats:
-        scored = QUICK_SCORED_TEXTS if options.quick else SCORED_TEXTS
-        report(compare_formats(options.model, measured, options.tokens, scored), options.json)
-        return 0
+    return options
 
-    if options.layers:
-        report(compare_layers(options.model, measured, options.tokens), options.json)
-        return 0
 
+def compare_methods(
+    options: argparse.Namespace, measured: Sequence[Prompt], others: Sequence[Prompt]
+) -> dict[str, float]:
+    """SSSD and NGRAM against plain decoding, all servers up at once."""
     with ExitStack() as stack:
         plain, sssd, ngram = (
             Server(options.model, flags(name), name=name.lower()).start()
@@ -124,9 +137,7 @@ def main() -> int:
                 for server in (sssd, ngram):
                     add_corpus(server.base_url, texts)
             results[phase] = race(phase, contenders, measured, options.tokens)
-    figures = summarize(results, measured) | {"warm_tokens": sum(map(len, answers))}
-    report(figures, options.json)
-    return 0
+    return summarize(results, measured) | {"warm_tokens": sum(map(len, answers))}
 
 
 def compare_formats(
