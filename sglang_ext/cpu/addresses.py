@@ -52,11 +52,3 @@ def pointer_to(typing_context, address):
 def address_of(array, i):
     """The address of array[i], C-contiguous."""
     return np.uintp(array.ctypes.data) + np.uintp(i * array.strides[0])
-
-
-@numba.njit(nogil=True)
-def four_addresses(array, row, offset):
-    """The addresses of four rows, `offset` bytes into each."""
-    first = address_of(array, row) + np.uintp(offset)
-    step = np.uintp(array.strides[0])
-    return (first, first + step, first + step * np.uintp(2), first + step * np.uintp(3))

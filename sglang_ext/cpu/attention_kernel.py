@@ -17,9 +17,8 @@ import math
 
 import numba
 import numpy as np
-from numba.core.registry import cpu_target
 
-from sglang_ext.cpu.lane_vectors import features_of
+from sglang_ext.cpu.lane_vectors import HAS_WIDE_REGISTERS
 from sglang_ext.cpu.vectors import (
     ROWS_AHEAD,
     add_slots,
@@ -35,7 +34,7 @@ LANES = 16
 # Tasks for each thread up to which the last ones are shared.
 _FEW_TASKS = 4
 # Lanes whose products with four rows registers hold.
-_AT_ONCE = 4 if "avx512f" in features_of(cpu_target.target_context) else 1
+_AT_ONCE = 4 if HAS_WIDE_REGISTERS else 1
 
 
 @numba.njit(nogil=True)

@@ -14,26 +14,22 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from sglang_ext.cpu.lane_vectors import (
     FLOAT,
     FLOATS,
+    HAS_WIDE_REGISTERS,
     I64,
     LANES,
     WORDS,
     ask_for,
-    features_of,
     load,
     multiply_add,
     splat,
     words,
     zeros,
 )
-
-HAS_WIDE_REGISTERS = "avx512f" in features_of(cpu_target.target_context)
-"""Whether sixteen lanes are one register, of which there are 32."""
 
 MOST_ROWS, BLOCKS = (12, 2) if HAS_WIDE_REGISTERS else (4, 1)
 """Rows that a pass multiplies at most, and blocks of sixteen outputs that it does so by."""

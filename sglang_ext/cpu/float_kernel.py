@@ -1,5 +1,8 @@
 """The compiled product of float32 rows with float32 or bfloat16 weights, of as many rows as are."""
 
+import functools
+from typing import Any
+
 import numba
 import numpy as np
 from numba import types
@@ -20,7 +23,6 @@ _SIGNATURE = types.void(
 )  # fmt: skip
 
 
-@numba.cfunc(_SIGNATURE, cache=True)
 def _multiply_blocks(
     bits, x, x_stride, count, weights, blocks, lines, bias, out, out_stride, first, last
 ):  # fmt: skip
@@ -53,8 +55,10 @@ def _multiply_blocks(
                 _16_again(rows, given, x_stride, own, stride, lines, more, to, out_stride)
 
 
-MULTIPLY_BLOCKS = int(_multiply_blocks.address)
-"""The function's address in this process."""
+@functools.cache
+def block_multiplier() -> Any:
+    """`_multiply_blocks`, compiled when it is first asked for; its `address` is this process's."""
+    return numba.cfunc(_SIGNATURE, cache=True)(_multiply_blocks)
 
 
 _call = caller_of(_SIGNATURE)
@@ -65,7 +69,7 @@ def multiply_blocks(function, bits, x, weights, bias, out, first, last):
     """x [M, K] float32 by the blocks first:last of packed weights: to out [M, N] float32.
 
     Args:
-        function: MULTIPLY_BLOCKS.
+        function: address of `block_multiplier`.
         bits, bias, first, last: as `_multiply_blocks` takes them.
         weights: their address, their blocks, and the lines of a block.
     """
@@ -80,7 +84,7 @@ def product(function, bits, x, weights, bias, out, threads):
     """x [M, K] float32 by packed weights, plus bias: written to out [M, N] float32.
 
     Args:
-        function: MULTIPLY_BLOCKS.
+        function: address of `block_multiplier`.
         bits: of a weight, 32 or 16.
         weights: uint32[N / 16, K / inputs of a word, 16], as `float_dots` takes them; N a multiple
             of 16, at least 16 * BLOCKS.

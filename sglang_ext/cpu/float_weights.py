@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_ext.cpu.float_dots import BLOCKS
-from sglang_ext.cpu.float_kernel import MULTIPLY_BLOCKS, product
+from sglang_ext.cpu.float_kernel import block_multiplier, product
 from sglang_ext.cpu.huge_pages import on_huge_pages
 from sglang_ext.cpu.lane_vectors import LANES
 
@@ -37,6 +37,7 @@ class FloatWeight:
         dtype = torch.float32 if bits == 32 else torch.bfloat16
         self.words = on_huge_pages([_pack(padded.to(dtype), self._inputs).numpy()])
         self.nbytes = self.words.nbytes
+        self._function = block_multiplier().address
         self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -49,7 +50,7 @@ class FloatWeight:
         more = _NO_BIAS if bias is None else _padded(bias, outputs)
         out = torch.empty(len(rows), outputs)
         product(
-            MULTIPLY_BLOCKS, self.bits, rows.numpy(), self.words, more.numpy(), out.numpy(),
+            self._function, self.bits, rows.numpy(), self.words, more.numpy(), out.numpy(),
             self._threads,
         )  # fmt: skip
         if outputs != self._rows:

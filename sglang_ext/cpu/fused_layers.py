@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from sglang_ext.cpu import fused_kernel as kernel
-from sglang_ext.cpu.float_weights import FloatWeight
 from sglang_ext.cpu.group_dots import GROUP
 from sglang_ext.cpu.group_weights import GroupWeight
 from sglang_ext.cpu.lane_vectors import LANES
@@ -292,9 +291,7 @@ def _products(layer: Any) -> list[Weight] | None:
         method = getattr(linear, "quant_method", None)
         product = method.product_of(linear) if type(method) is PackedLinearMethod else None
         whole = linear.weight.shape[1] % GROUP == 0
-        if not isinstance(product, GroupWeight) and not (
-            isinstance(product, FloatWeight) and whole
-        ):
+        if not (isinstance(product, Weight) and whole):
             return None
         found.append(product)
     return found

@@ -5,6 +5,7 @@ Addresses are integers.
 
 from llvmlite import ir
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 
 LANES = 16
 
@@ -20,6 +21,10 @@ HALVES = ir.VectorType(I16, LANES)
 def features_of(context):
     """The instruction sets of the processor that numba compiles for, by LLVM's names."""
     return {name[1:] for name in context.codegen().magic_tuple()[2].split(",") if name[:1] == "+"}
+
+
+HAS_WIDE_REGISTERS = "avx512f" in features_of(cpu_target.target_context)
+"""Whether sixteen lanes are one register, of which there are 32."""
 
 
 def call(builder, name, result, *args):

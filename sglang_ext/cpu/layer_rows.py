@@ -8,12 +8,15 @@ group_weights.py has them; of floats the words that float_kernel.py takes, as by
 A form is (bits, address): what multiplies by weights of so many bits (`multiplier_of`).
 """
 
+import functools
+from typing import Any
+
 import numba
 import numpy as np
 from numba import types
 
 from sglang_ext.cpu.addresses import caller_of, pointer_to
-from sglang_ext.cpu.float_kernel import MULTIPLY_BLOCKS, multiply_blocks
+from sglang_ext.cpu.float_kernel import block_multiplier, multiply_blocks
 from sglang_ext.cpu.group_dots import GROUP
 from sglang_ext.cpu.group_rows import row_functions
 from sglang_ext.cpu.lane_vectors import LANES
@@ -39,7 +42,6 @@ def packed_weight(bits, levels, scales, blocks, groups):
     )
 
 
-@numba.cfunc(_SIGNATURE, cache=True)
 def _multiply_groups(
     bits, levels, scales, corrections, count, groups, weights, weight_scales, blocks, out, width,
     first, last,
@@ -62,9 +64,14 @@ def _multiply_groups(
 _call = caller_of(_SIGNATURE)
 
 
+@functools.cache
+def _group_multiplier() -> Any:
+    return numba.cfunc(_SIGNATURE, cache=True)(_multiply_groups)
+
+
 def multiplier_of(bits: int) -> int:
     """The address, in this process, of what multiplies by weights of so many bits."""
-    return MULTIPLY_BLOCKS if bits >= FLOAT_BITS else int(_multiply_groups.address)
+    return int((block_multiplier if bits >= FLOAT_BITS else _group_multiplier)().address)
 
 
 @numba.njit(nogil=True)

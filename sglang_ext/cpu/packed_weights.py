@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from sglang_ext.cpu.channel_weights import ChannelWeight, by_channels
-from sglang_ext.cpu.float_dots import HAS_WIDE_REGISTERS
 from sglang_ext.cpu.float_weights import FloatWeight
 from sglang_ext.cpu.group_weights import GroupWeight, grouped
+from sglang_ext.cpu.lane_vectors import HAS_WIDE_REGISTERS
 from sglang_ext.cpu.product_rows import pack, product, rounded_up, rows_to_run
 from sglang_ext.cpu.rounded_weights import RoundedWeight
 from speech.bf16_products import has_fast_bf16

@@ -7,6 +7,7 @@ from sglang_ext.cpu import channel_weights
 from sglang_ext.cpu.channel_weights import ChannelWeight, by_channels
 from sglang_ext.cpu.group_weights import GroupWeight
 from sglang_ext.cpu.packed_weights import BITS, for_prefill
+from tests.unit.cpu.packed_products import check_bias_shapes_and_types
 
 pytestmark = pytest.mark.skipif(
     not channel_weights.has_exact_products(), reason="this CPU's 8-bit products are not exact"
@@ -85,15 +86,7 @@ def test_zeros_and_rows_next_to_zero_give_numbers(generator, small):
 
 def test_bias_shapes_and_types(generator):
     packed = ChannelWeight(torch.randn(50, 64, generator=generator))
-    bias = torch.randn(50, generator=generator)
-    x = torch.randn(2, 3, 64, generator=generator)
-    out = packed.linear(x, bias)
-    assert torch.equal(out, packed.linear(x) + bias)
-    assert out.shape == (2, 3, 50) and out.is_contiguous()
-    assert packed.linear(x.bfloat16()).dtype == torch.bfloat16
-    assert packed.linear(x[:0]).shape == (0, 3, 50)
-    strided = torch.randn(4, 128, generator=generator)[:, :64]
-    assert torch.equal(packed.linear(strided), packed.linear(strided.contiguous()))
+    check_bias_shapes_and_types(packed, generator)
     assert packed.nbytes == 50 * 64 + 4 * 50
 
 

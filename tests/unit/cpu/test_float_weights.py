@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sglang_ext.cpu.float_weights import FloatWeight
+from tests.unit.cpu.packed_products import check_bias_shapes_and_types
 
 SHAPES = [(96, 64), (50, 37), (1, 1), (16, 1536), (48, 30), (33, 8)]
 
@@ -59,13 +60,5 @@ def test_a_row_that_is_not_finite_spoils_itself_alone(generator, bits):
 
 def test_bias_shapes_types_and_bytes(generator, bits):
     packed = FloatWeight(torch.randn(50, 64, generator=generator), bits)
-    bias = torch.randn(50, generator=generator)
-    x = torch.randn(2, 3, 64, generator=generator)
-    out = packed.linear(x, bias)
-    assert torch.equal(out, packed.linear(x) + bias)
-    assert out.shape == (2, 3, 50) and out.is_contiguous()
-    assert packed.linear(x.bfloat16()).dtype == torch.bfloat16
-    assert packed.linear(x[:0]).shape == (0, 3, 50)
-    strided = torch.randn(4, 128, generator=generator)[:, :64]
-    assert torch.equal(packed.linear(strided), packed.linear(strided.contiguous()))
+    check_bias_shapes_and_types(packed, generator)
     assert packed.nbytes == 64 * 64 * bits // 8  # outputs by sixteens

@@ -8,6 +8,7 @@ import torch
 from sglang_ext.cpu import group_dots, group_kernel
 from sglang_ext.cpu.group_rows import row_functions
 from sglang_ext.cpu.group_weights import GroupWeight, grouped
+from tests.unit.cpu.packed_products import check_bias_shapes_and_types
 
 # Largest error of a product by its length, relative, for normal weights and rows.
 WITHIN = {8: 0.02, 4: 0.14}
@@ -105,16 +106,8 @@ def test_zeros_stay_zeros(generator, bits):
 
 def test_bias_shapes_and_types(generator):
     weight = torch.randn(50, 64, generator=generator)
-    bias = torch.randn(50, generator=generator)
     packed = GroupWeight(weight, 8)
-    x = torch.randn(2, 3, 64, generator=generator)
-    out = packed.linear(x, bias)
-    assert torch.equal(out, packed.linear(x) + bias)
-    assert out.shape == (2, 3, 50) and out.is_contiguous()
-    assert packed.linear(x.bfloat16()).dtype == torch.bfloat16
-    assert packed.linear(x[:0]).shape == (0, 3, 50)
-    strided = torch.randn(4, 128, generator=generator)[:, :64]
-    assert torch.equal(packed.linear(strided), packed.linear(strided.contiguous()))
+    check_bias_shapes_and_types(packed, generator)
 
 
 def test_memory(generator):
