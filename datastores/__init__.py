@@ -8,16 +8,18 @@ from .bigrams import Bigrams
 from .builder import CorpusBuilder
 from .config import DatastoreError, DatastoreInUse, DeletionPending, RetrievalConfig
 from .datastore import DEFAULT_NAMESPACE, MEMORY_TOKENS, Datastore, DatastoreInfo
-from .input_trie import InputTrie, SupposedInput
+from .input_trie import InputTrie, extend_all
 from .maintenance import check_folder, merge_folders, verify_folder
-from .retrieval import Draft, retrieve
+from .retrieval import Continuations, Draft, Drafts, retrieve
 from .segment import Snapshot
+from .supposed import Stop, SupposedDrafts, SupposedInputs
 from .warmup import warm_up
 
 __all__ = [
     "DEFAULT_NAMESPACE",
     "MEMORY_TOKENS",
     "Bigrams",
+    "Continuations",
     "CorpusBuilder",
     "Datastore",
     "DatastoreError",
@@ -25,11 +27,15 @@ __all__ = [
     "DatastoreInfo",
     "DeletionPending",
     "Draft",
+    "Drafts",
     "InputTrie",
     "RetrievalConfig",
     "Snapshot",
-    "SupposedInput",
+    "Stop",
+    "SupposedDrafts",
+    "SupposedInputs",
     "check_folder",
+    "extend_all",
     "merge_folders",
     "retrieve",
     "verify_folder",

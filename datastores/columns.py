@@ -13,8 +13,11 @@ WORD_BYTES = 8
 SEGMENT_BYTES = WORD_BYTES * SEGMENT_COLUMNS
 
 # What a request has seen, InputTrie's row: addresses of its tokens and of the two links of each
-# position, how many tokens there are, and how many of them are the prompt's.
-SEEN_AT, SAME_ONE_AT, SAME_TWO_AT, SEEN_SIZE, PROMPT_SIZE, TRIE_COLUMNS = range(6)
+# position, how many tokens there are, and how many of them are the prompt's; addresses of the hash
+# tables of last positions, how many slots each has, and how many tokens there may be before it
+# grows or forgets.
+(SEEN_AT, SAME_ONE_AT, SAME_TWO_AT, SEEN_SIZE, PROMPT_SIZE, LAST_ONE_AT, LAST_TWO_AT, LAST_SLOTS,
+ FULL_AT, TRIE_COLUMNS) = range(10)  # fmt: skip
 TRIE_BYTES = WORD_BYTES * TRIE_COLUMNS
 
 # What a request may read of all sub-indices of a call: the first one's row, and how many.

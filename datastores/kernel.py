@@ -13,8 +13,8 @@ from .draft_tree import (
     draft_best_first,
     fold,
 )
-from .input_trie import find_occurrences
-from .pointers import array_at, atomic_add, load, matrix_at, prefetch, vector_at
+from .input_trie import find_occurrences, suppose
+from .pointers import array_at, atomic_add, atomic_load, load, matrix_at, prefetch, vector_at
 from .search import LENGTHS_AT_ONCE, find_intervals
 from .workers import MAILBOX_WORKSPACE, end_call, post_call, wait_for_call
 
@@ -23,8 +23,11 @@ from .workers import MAILBOX_WORKSPACE, end_call, post_call, wait_for_call
 # it were made.
 (_TAKEN, _PLACED, _BATCH, _WIDTH, _SEPARATOR, _BITS, _PER_KEY, _ROWS, _SEGMENTS, _SHARES, _BUDGETS,
  _MIN_PROB, _LIMITS, _WEIGHTS, _LENGTH_WEIGHTS, _NOVELTY, _TOKENS, _PARENTS, _PROBS, _SOURCES,
- _SIZES, _FOLLOWERS, _FOLLOWER_PROBS, _BIGRAM_ROWS, _FOLLOWERS_EACH,
- CALL_SIZE) = range(26)  # fmt: skip
+ _SIZES, _FOLLOWERS, _FOLLOWER_PROBS, _BIGRAM_ROWS, _FOLLOWERS_EACH, _SUPPOSED, _SUPPOSED_LENGTHS,
+ _MOST_SUPPOSED, _STOP, CALL_SIZE) = range(30)  # fmt: skip
+# What stops a call from another thread: whether it is stopped, and, in a cache line of its own, how
+# many work on the same inputs.
+STOP_SET, STOP_WORKING, STOP_WORDS = 0, 8, 16
 # The calling thread looks so often for the others' last drafts before it makes them itself.
 _SPINS = 2000
 
@@ -33,13 +36,15 @@ _SPINS = 2000
 def run_call(
     call, rows, segments, shares, budgets, min_prob, separator, bits, per_key, zero,
     limits, weights, length_weights, novelty, followers, follower_probs,
-    tokens, parents, probs, sources, sizes, workspace, mailboxes,
+    tokens, parents, probs, sources, sizes, workspace, mailboxes, supposed, lengths, stop_at,
 ):  # fmt: skip
     """Makes all drafts, with the helpers' help. True once all are in place; else call it again.
 
     call: int64[CALL_SIZE + batch], zeros. A request that a helper has taken up and not finished
     is done again here in the end: the system may have interrupted the helper. The first draft
-    made counts, and all are alike.
+    made counts, and all are alike. supposed, lengths: what requests are supposed to go on with,
+    int32[batch, most] and int64[batch]; of no rows: nothing. With them there are no helpers.
+    stop_at: address of int64[STOP_WORDS]; 0: it is not stopped.
     """
     batch = np.int64(rows.shape[0])
     call_at = np.int64(call.ctypes.data)
@@ -63,12 +68,25 @@ def run_call(
     call[_PROBS] = probs.ctypes.data
     call[_SOURCES] = sources.ctypes.data
     call[_SIZES] = sizes.ctypes.data
+    if supposed.size > 0:
+        call[_SUPPOSED], call[_MOST_SUPPOSED] = supposed.ctypes.data, supposed.shape[1]
+        call[_SUPPOSED_LENGTHS] = lengths.ctypes.data
+    if stop_at != 0:
+        call[_STOP] = stop_at
+        atomic_add(stop_at + 8 * STOP_WORKING, 1)
+    done = _run(call, call_at, batch, mailboxes, np.int64(workspace.ctypes.data), zero)
+    if stop_at != 0:
+        atomic_add(stop_at + 8 * STOP_WORKING, -1)
+    return done
+
+
+@njit(cache=True, nogil=True)
+def _run(call, call_at, batch, mailboxes, workspace_at, zero):
     if call[_TAKEN] == 0:
         for mailbox_at in mailboxes:
             post_call(mailbox_at, call_at)
-    workspace_at = np.int64(workspace.ctypes.data)
     _take_requests(call_at, workspace_at, zero)
-    if _all_placed(call_at):
+    if _is_stopped(call_at) or _all_placed(call_at):
         return True
     for request in range(batch):
         if atomic_add(call_at + 8 * (CALL_SIZE + request), 0) == 0:
@@ -90,9 +108,15 @@ def help_forever(mailbox_at, zero):
 def _take_requests(call_at, workspace_at, zero):
     batch = vector_at(call_at, np.int64)[_BATCH]
     request = atomic_add(call_at + 8 * _TAKEN, 1)
-    while request < batch:
+    while request < batch and not _is_stopped(call_at):
         _retrieve_one(call_at, request, workspace_at, zero)
         request = atomic_add(call_at + 8 * _TAKEN, 1)
+
+
+@njit(cache=True, nogil=True)
+def _is_stopped(call_at):
+    stop_at = vector_at(call_at, np.int64)[_STOP]
+    return stop_at != 0 and atomic_load(stop_at + 8 * STOP_SET) != 0
 
 
 @njit(cache=True, nogil=True)
@@ -143,6 +167,9 @@ def _retrieve_one(call_at, request, workspace_at, zero):
     share = vector_at(call[_SHARES] + col.SHARE_BYTES * request, np.int64)
     seen_at, size, prompt_size = row[col.SEEN_AT], row[col.SEEN_SIZE], row[col.PROMPT_SIZE]
     budget = vector_at(call[_BUDGETS], np.int64)[request]
+    if call[_SUPPOSED] != 0:
+        count = vector_at(call[_SUPPOSED_LENGTHS], np.int64)[request]
+        suppose(row, call[_SUPPOSED] + 4 * call[_MOST_SUPPOSED] * request, count)
     drafted = np.int64(0)
     if size > 0 and budget > 0:
         branch = min(max_branch, budget)  # no node of a draft is deeper than its size
@@ -195,6 +222,11 @@ def _fold_input(
             SOURCE_PROMPT,
         )  # fmt: skip
     return nodes, n
+
+
+def drafts_placed(call):
+    """How many drafts of a call are in place; without helpers, the first ones."""
+    return int(call[_PLACED])
 
 
 @njit(cache=True, nogil=True)

@@ -17,7 +17,7 @@ from . import columns as col
 from .bigrams import Bigrams
 from .config import DatastoreError, RetrievalConfig
 from .draft_tree import SOURCE_BIGRAM, SOURCE_LIVE, SOURCE_PROMPT, SOURCE_SELF_OUTPUT, SOURCE_STATIC
-from .input_trie import InputTrie, SupposedInput
+from .input_trie import InputTrie
 from .kernel import CALL_SIZE, help_forever, run_call
 from .segment import Snapshot
 from .suffix_array import token_dtype, tokens_per_key
@@ -37,6 +37,7 @@ __all__ = [
 _MAX_NODES = 1 << 16
 _NO_SEGMENTS = np.empty((0, col.SEGMENT_COLUMNS), np.int64)
 _DEFAULT_CONFIG = RetrievalConfig()
+_NOTHING_SUPPOSED = np.empty((0, 1), np.int32), np.empty(0, np.int64)
 _NO_BIGRAMS = Bigrams(np.empty((0, 1), np.int32), np.empty((0, 1), np.float32))
 # Fewer requests than this are not worth waking a thread for.
 _SHARED_BATCH = 8
@@ -110,8 +111,32 @@ class Drafts(Sequence[Draft]):
         )
 
 
+@dataclass(frozen=True)
+class Continuations:
+    """What requests might go on with, in the order in which drafts are made for it.
+
+    Attributes:
+        whose: int64[n], index of the request.
+        tokens: int32[n, most], token ids >= 0 from the left.
+        lengths: int64[n], how many of a row count.
+    """
+
+    whose: np.ndarray
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def one(cls, tokens: Sequence[int]) -> "Continuations":
+        """What the first request might go on with."""
+        ids = np.array([tokens], np.int32).reshape(1, -1)
+        return cls(np.zeros(1, np.int64), ids, np.array([ids.size]))
+
+    def __len__(self) -> int:
+        return self.whose.size
+
+
 def retrieve(
-    tries: Sequence[InputTrie | SupposedInput],
+    tries: Sequence[InputTrie],
     snapshots: Snapshot | Sequence[Snapshot | None] | None,
     max_nodes: Sequence[int] | np.ndarray | int,
     config: RetrievalConfig | None = None,
@@ -129,14 +154,111 @@ def retrieve(
     calling one included; None: one per core, at most 4. A request that has seen nothing gets an
     empty draft. Raises DatastoreError if the arguments do not fit each other.
     """
-    config = config or _DEFAULT_CONFIG
-    batch = len(tries)
-    budgets, width = _budgets(max_nodes, batch)
-    drafts = _empty_drafts(batch, width)
-    if batch and width > 0:
-        table, least = bigrams or _NO_BIGRAMS, np.array([min_prob], np.float64)
-        _fill(drafts, tries, snapshots, budgets, config, least, table, threads)
-    return drafts
+    call = Call(Searched(tries, snapshots, config, bigrams), max_nodes, min_prob)
+    call.run(threads)
+    return call.drafts
+
+
+class Searched:
+    """Requests, and all else that their drafts are made from.
+
+    Args:
+        tries, snapshots, config, bigrams: as `retrieve` takes them.
+
+    Attributes:
+        tries: the requests' input.
+        rows: int64[requests, TRIE_COLUMNS], what they have seen as compiled code has it.
+    """
+
+    def __init__(
+        self,
+        tries: Sequence[InputTrie],
+        snapshots: Snapshot | Sequence[Snapshot | None] | None,
+        config: RetrievalConfig | None,
+        bigrams: Bigrams | None,
+    ) -> None:
+        self.tries = tries
+        self.config = config or _DEFAULT_CONFIG
+        self.bigrams = bigrams or _NO_BIGRAMS
+        self.segments, self.shares, self.most_segments, self.separator = _segment_tables(
+            snapshots, len(tries)
+        )
+        self.rows = np.empty((len(tries), col.TRIE_COLUMNS), np.int64)
+        for i, trie in enumerate(tries):
+            self.rows[i] = trie._row
+        # What the tables name must still be there when it is read.
+        self._kept = snapshots, [trie._arrays for trie in tries]
+
+
+class Call:
+    """What a compiled call reads and writes.
+
+    Args:
+        searched: the requests.
+        max_nodes, min_prob: as `retrieve` takes them.
+        continuations: what some of them are supposed to have gone on with (datastores.supposed);
+            None: drafts are made for what they have seen. With it max_nodes is one number, and only
+            one thread may run the call.
+
+    Attributes:
+        drafts: of each request, or of each continuation.
+        state: int64, the call as kernel.py has it.
+    """
+
+    def __init__(
+        self,
+        searched: Searched,
+        max_nodes: Sequence[int] | np.ndarray | int,
+        min_prob: float = 0.0,
+        continuations: Continuations | None = None,
+    ) -> None:
+        self._searched = searched
+        rows, shares, self._supposed = searched.rows, searched.shares, _NOTHING_SUPPOSED
+        if continuations is not None:
+            rows, shares = rows[continuations.whose], shares[continuations.whose]
+            rows[:, col.SEEN_SIZE] += continuations.lengths
+            self._supposed = continuations.tokens, continuations.lengths
+        budgets, self._width = _budgets(max_nodes, len(rows))
+        self.drafts = _empty_drafts(len(rows), self._width)
+        self.state = np.zeros(CALL_SIZE + len(rows), np.int64)
+        self._arrays = rows, searched.segments, shares, budgets, np.array([min_prob], np.float64)
+
+    def run(self, threads: int | None, stop_at: int = 0) -> None:
+        """Make the drafts.
+
+        Args:
+            threads: as `retrieve` takes it.
+            stop_at: address of a Stop's words; 0: all drafts are made.
+        """
+        batch, searched = len(self.drafts), self._searched
+        if not batch or not self._width:
+            return
+        zero = token_dtype(searched.separator)(0)
+        bits, per_key = tokens_per_key(searched.separator)
+        config, table = searched.config, searched.bigrams
+        most = default_threads() if threads is None else threads
+        most = min(most, batch // (_SHARED_BATCH // 2)) - 1
+        with self._helpers(most, zero.itemsize) as mailboxes:
+            done = False
+            while not done:
+                done = run_call(
+                    self.state, *self._arrays, searched.separator, bits, per_key, zero,
+                    config.limits, config.weights, config.length_weights, config.novelty,
+                    table.tokens, table.probs,
+                    self.drafts.tokens, self.drafts.parents, self.drafts.probs,
+                    self.drafts.sources, self.drafts.sizes,
+                    own_workspace().fit(config, searched.most_segments),
+                    np.array(mailboxes, np.int64), *self._supposed, stop_at,
+                )  # fmt: skip
+
+    def _helpers(self, most: int, itemsize: int) -> contextlib.AbstractContextManager[list[int]]:
+        """Mailboxes of at most so many helpers, for tokens of so many bytes."""
+        if most <= 0:
+            return contextlib.nullcontext([])
+        # A helper may be interrupted and end after the call: it keeps what it reads.
+        searched = self._searched
+        pool = shared_pool(most, _HELP[itemsize])
+        return pool.ready(most, searched.config, searched.most_segments, self)
 
 
 def _empty_drafts(batch: int, width: int) -> Drafts:
@@ -149,48 +271,10 @@ def _empty_drafts(batch: int, width: int) -> Drafts:
     )
 
 
-def _fill(
-    drafts: Drafts,
-    tries: Sequence[InputTrie | SupposedInput],
-    snapshots: Snapshot | Sequence[Snapshot | None] | None,
-    budgets: np.ndarray,
-    config: RetrievalConfig,
-    min_prob: np.ndarray,
-    table: Bigrams,
-    threads: int | None,
-) -> None:
-    """Makes the drafts, in the compiled call. budgets: int64[batch]. min_prob: float64[1]."""
-    batch = len(tries)
-    segments, shares, most_segments, separator = _segment_tables(snapshots, batch)
-    zero = token_dtype(separator)(0)
-    bits, per_key = tokens_per_key(separator)
-    rows = np.empty((batch, col.TRIE_COLUMNS), np.int64)
-    for i, trie in enumerate(tries):
-        rows[i] = trie._row
-    call = np.zeros(CALL_SIZE + batch, np.int64)
-    arrays = (rows, segments, shares, budgets, min_prob)
-    # A helper may be interrupted and end after the call: what it reads must still be there.
-    kept = (call, arrays, config, drafts, snapshots, [trie._searched for trie in tries], table)
-    most = default_threads() if threads is None else threads
-    most = min(most, batch // (_SHARED_BATCH // 2)) - 1
-    with contextlib.ExitStack() as stack:
-        mailboxes: list[int] = []
-        if most > 0:
-            pool = shared_pool(most, _HELP[zero.itemsize])
-            mailboxes = stack.enter_context(pool.ready(most, config, most_segments, kept))
-        done = False
-        while not done:
-            done = run_call(
-                call, *arrays, separator, bits, per_key, zero,
-                config.limits, config.weights, config.length_weights, config.novelty,
-                table.tokens, table.probs,
-                drafts.tokens, drafts.parents, drafts.probs, drafts.sources, drafts.sizes,
-                own_workspace().fit(config, most_segments), np.array(mailboxes, np.int64),
-            )  # fmt: skip
-
-
 def _budgets(max_nodes: Sequence[int] | np.ndarray | int, batch: int) -> tuple[np.ndarray, int]:
     """int64[batch] and the largest of them."""
+    if isinstance(max_nodes, int) and 0 <= max_nodes <= _MAX_NODES:
+        return np.full(batch, max_nodes, np.int64), max_nodes if batch else 0
     budgets = np.empty(batch, np.int64)
     try:
         budgets[:] = max_nodes
@@ -225,6 +309,8 @@ def _segment_tables(
     given = [snapshot for snapshot in snapshots or () if snapshot is not None]
     if not given:
         return _NO_SEGMENTS, shares, 0, 0
+    if len(given) == batch and all(snapshot is given[0] for snapshot in given):
+        return _segment_tables(given[0], batch)
     starts: dict[Snapshot, tuple[int, int]] = {}
     end = 0
     for snapshot in given:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .input_trie import InputTrie
+from .input_trie import InputTrie, extend_all
 from .retrieval import retrieve
 from .segment import Document, Snapshot, build_segment, merge, without_documents
 
@@ -18,6 +18,7 @@ def warm_up(vocab_size: int | None = None) -> None:
     text = np.array([1, 2, 3, 4, 5] * 4, np.int32)
     trie = InputTrie()
     trie.extend(text)
+    extend_all([trie], [[1]])
     for size in _VOCAB_SIZES if vocab_size is None else (max(vocab_size, 8),):
         segment = build_segment([Document(text)], size)
         without_documents(merge(segment, segment, size), np.array([True, False]), size)

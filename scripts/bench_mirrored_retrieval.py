@@ -2,21 +2,23 @@
 
 Answers that SmolLM2-135M-Instruct gave before are given again, without a server: a step's drafts
 are verified against the answer, as a greedy target does. What the early exit says on an answer's
-path was recorded from the model (an exit where SSSD wants it and one at half the depth, lenses
-fitted on other answers); on nodes beside the path it is what it says elsewhere. The passes are
-emulated: behind the exit nothing happens on this machine (another device), or all cores compute
-(busy), for the part of so many milliseconds that is left there. Two drafters take turns in every
-step, with and without retrieval ahead, over equal datastores.
+path was recorded from the model (an exit where SSSD wants it, asked about the tokens that servers
+ask about and about all, and one at half the depth; lenses fitted on other answers); on nodes beside
+the path it is what it says elsewhere. The passes are emulated: behind the exit nothing happens on
+this machine (another device), or all cores compute (busy), for the part of so many milliseconds
+that is left there. Two drafters take turns of ten steps, with and without retrieval ahead, over
+equal datastores.
 
     python -m scripts.bench_mirrored_retrieval [--quick] [--json FILE] [--tokens N]
 
 Figures, of steps in which both drafted: unmirrored_retrieval_critical_ms and
 mirrored_retrieval_critical_ms, the mean time that the target waits for drafting (the latter with
 the hand-over at the exit), with passes of 20 ms, and critical_ratio of the two; hit_rate and
-prepared_per_request; the same by length of the pass (critical_ratio_5ms, ...) and of an exit at
-half the depth (_half); busy_slowdown, how much longer the rest of a pass takes that needs all cores
-itself; different_trees, which must be 0; hit_rate_possible, hits if all outcomes were retrieved
-in time, and hit_rate_possible_half. Exits with 1 where trees differ or nothing was hit.
+prepared_per_request; the same by length of the pass (critical_ratio_5ms, ...), of an exit that is
+asked about all tokens (_all_tokens) and of one at half the depth (_half); busy_slowdown, how much
+longer the rest of a pass takes that needs all cores itself; different_trees, which must be 0;
+hit_rate_possible, hits if all outcomes were retrieved in time, and hit_rate_possible_half. Exits
+with 1 where trees differ or nothing was hit.
 """
 
 import os
@@ -42,6 +44,7 @@ from sglang_ext.tree import TokenTree, pack
 BATCH, WIDTH = 32, 8
 PASSES_MS = (5.0, 20.0, 60.0)
 STANDARD_MS = 20.0
+TURN = 10  # steps
 HALF = 0.5  # the paper's exit, and the one for a draft model
 # Tokens of the datastore, steps, answers to fit the lens on, and answers given.
 FULL, QUICK = (10_000_000, 400, 64, 4 * BATCH), (1_000_000, 60, 32, BATCH)
@@ -156,6 +159,7 @@ def main() -> int:
     drafters = [drafter(mirrored, texts, fit) for mirrored in (False, True)]
     depth = drafters[1].exit_depth
     answers, half = record(fit, asked, (depth, HALF))
+    [wider] = record(fit, asked, (depth,), head_tokens=0)
     figures: dict[str, float] = {}
     for ms in PASSES_MS:
         made = run(drafters, answers, steps, partial(time.sleep, (1 - depth) * ms / 1e3))
@@ -164,9 +168,10 @@ def main() -> int:
         if ms == STANDARD_MS:
             figures = standard(made) | figures
         figures["different_trees"] = figures.get("different_trees", 0) + made.different_trees
-    made = run(drafters, half, steps, partial(time.sleep, (1 - HALF) * STANDARD_MS / 1e3))
-    figures["critical_ratio_half"] = made.mirrored_ms / made.plain_ms
-    figures["hit_rate_half"] = made.hit_rate
+    for name, said, at in (("all_tokens", wider, depth), ("half", half, HALF)):
+        made = run(drafters, said, steps, partial(time.sleep, (1 - at) * STANDARD_MS / 1e3))
+        figures[f"critical_ratio_{name}"] = made.mirrored_ms / made.plain_ms
+        figures[f"hit_rate_{name}"] = made.hit_rate
     made = run(drafters, answers, steps, busy_for((1 - depth) * STANDARD_MS))
     figures["busy_critical_ratio"] = made.mirrored_ms / made.plain_ms
     figures["busy_slowdown"] = made.mirrored_rest_ms / made.plain_rest_ms
@@ -209,12 +214,14 @@ def run(
     """Both drafters through the same steps, in turns; `rest` is what a pass does at its exit."""
     lanes = [Lane(each, np.random.default_rng(0)) for each in drafters]
     before = dict(drafters[1].counters)
-    different = 0
-    for number in range(steps):
+    different, finish = 0, ended(drafters[1])
+    for number in range(steps // TURN):
         trees: list[list[TokenTree]] = [[], []]
         for which in (0, 1) if number % 2 else (1, 0):
-            lanes[which].refill(answers)
-            trees[which] = lanes[which].step(rest)
+            for _ in range(TURN):
+                lanes[which].refill(answers)
+                trees[which] += lanes[which].step(rest)
+            finish()  # the other one's turn is its alone
         different += sum(not same(a, b) for a, b in zip(*trees, strict=True))
     gained = {name: value - before[name] for name, value in drafters[1].counters.items()}
     asked = gained["mirror_hits"] + gained["mirror_misses"]
@@ -261,12 +268,12 @@ def busy_for(ms: float) -> Callable[[], None]:
 
 
 def ended(mirrored: RetrievalDrafter) -> Callable[[], None]:
-    """A rest of a pass that lasts until all outcomes are retrieved for."""
+    """Waits until all outcomes are retrieved for."""
 
     def wait() -> None:
         job = mirrored._mirror._job if mirrored._mirror is not None else None
-        if job is not None:
-            job.done.wait(10)
+        while job is not None and not job.done:
+            time.sleep(1e-4)
 
     return wait
 

@@ -173,8 +173,8 @@ class Options:
     )
     mirror_exit_layer: int = _option(
         0,
-        "layers of the target before its early exit; 0: half of them for a draft model, nine "
-        "tenths for `--mirror-retrieval`",
+        "layers of the target before its early exit; 0: half of them for a draft model, 94% for "
+        "`--mirror-retrieval`",
         low=0,
         high=1024,
     )

@@ -48,15 +48,19 @@ def record(
     fit: Sequence[tuple[list[int], list[int]]],
     asked: Sequence[tuple[list[int], list[int]]],
     parts: Sequence[float],
+    head_tokens: int = HEAD_TOKENS,
 ) -> list[list[RecordedAnswer]]:
     """For each part of the depth the answers `asked`, with what an exit there says.
 
     The lenses are fitted on the answers `fit` and their prompts.
+
+    Args:
+        head_tokens: so many tokens are asked about, the most frequent ones; 0: all.
     """
     model = load(MODEL)
     exits = [round(model.depth * part) for part in parts]
     texts = [prompt + answer for prompt, answer in fit]
-    proxies = dict(zip(exits, _fitted(model, texts, exits), strict=True))
+    proxies = dict(zip(exits, _fitted(model, texts, exits, head_tokens), strict=True))
     made: dict[int, list[RecordedAnswer]] = {at: [] for at in exits}
     whole = states_of(model, [prompt + answer for prompt, answer in asked], exits)
     for (prompt, answer), (states, _) in zip(asked, whole, strict=True):
@@ -67,7 +71,9 @@ def record(
     return [made[at] for at in exits]
 
 
-def _fitted(model: Model, texts: Sequence[list[int]], exits: Sequence[int]) -> list[Proxy]:
+def _fitted(
+    model: Model, texts: Sequence[list[int]], exits: Sequence[int], head_tokens: int
+) -> list[Proxy]:
     """The proxies of these exits, their lenses fitted on texts, the head narrowed as servers do."""
     plain = Proxy(model.parts, KAPPA)
     sums: dict[int, RidgeSums] = {}
@@ -75,5 +81,8 @@ def _fitted(model: Model, texts: Sequence[list[int]], exits: Sequence[int]) -> l
         for at in exits:
             known = sums.setdefault(at, RidgeSums(final.shape[-1]))
             known.add(plain.normalised(states[at]), final)
-    frequent = frequent_tokens(texts, HEAD_TOKENS, model.parts.vocab_size)
-    return [narrowed(Proxy(model.parts, KAPPA, sums[at].solve()), frequent) for at in exits]
+    whole = [Proxy(model.parts, KAPPA, sums[at].solve()) for at in exits]
+    if not head_tokens:
+        return whole
+    frequent = frequent_tokens(texts, head_tokens, model.parts.vocab_size)
+    return [narrowed(proxy, frequent) for proxy in whole]

@@ -16,11 +16,11 @@ from datastores import (
     Bigrams,
     Datastore,
     DatastoreError,
-    Draft,
     InputTrie,
     RetrievalConfig,
     Snapshot,
-    SupposedInput,
+    SupposedInputs,
+    extend_all,
     retrieve,
     warm_up,
 )
@@ -32,7 +32,7 @@ from sglang_ext.mirror.mirrored_retrieval import (
     Mirrored,
     MirroredRetrieval,
     Prepared,
-    tree_of,
+    trees_of,
 )
 from sglang_ext.tree import TokenTree, merged
 
@@ -44,19 +44,22 @@ PROMPT_TAIL = 16
 # Trees that are remembered of steps whose early exit nobody told of.
 _MOST_PROPOSED = 1024
 # Retrieval is short against a pass: the later the exit, the more it foresees.
-_EXIT_DEPTH = 0.9
-_NOTHING_PROPOSED = TokenTree.empty(), -1
+_EXIT_DEPTH = 0.94
 
-
-# A request, what it has seen, the length of its output, and what was retrieved for it.
-_Drafted = tuple[DraftRequest, InputTrie, int, TokenTree]
+# What a request may read: its namespace, and the corpora that it wants (None: all). None: nothing.
+_Reads = tuple[str, tuple[str, ...] | None] | None
 
 
 @dataclass
 class _State:
     trie: InputTrie
+    reads: _Reads
     predicted: PredictedText | None
     """None: the request brought no prediction."""
+
+
+# A request, its state, and what was retrieved for it behind so many tokens of its output.
+_Drafted = tuple[DraftRequest, _State, TokenTree, int]
 
 
 class RetrievalDrafter(Drafter):
@@ -76,9 +79,9 @@ class RetrievalDrafter(Drafter):
         warm_up(context.vocab_size)
         self._mirror: MirroredRetrieval | None = None
         if options.mirror_retrieval:
-            self._mirror = MirroredRetrieval(self._retrieve_ahead, options.mirror_outcomes)
-        # Since the last early exit, by request: a tree that was retrieved, behind so many tokens.
-        self._proposed: dict[str, tuple[TokenTree, int]] = {}
+            self._mirror = MirroredRetrieval(self._suppose, options.mirror_outcomes)
+        self._proposed: list[_Drafted] = []  # since the last early exit
+        self._foreseen: Sequence[DraftRequest] = ()  # at the last one
         self._max_nodes = 0
         self._hits = self._misses = 0
         logger.info(
@@ -103,7 +106,7 @@ class RetrievalDrafter(Drafter):
         for request in requests:
             expected = tokens_of(request.params, self._vocab_size)
             predicted = PredictedText(expected) if expected else None
-            request.state = _State(self._trie(request), predicted)
+            request.state = _State(self._trie(request), _reads(request), predicted)
 
     def _trie(self, request: DraftRequest) -> InputTrie:
         """A request's prompt, indexed."""
@@ -123,14 +126,18 @@ class RetrievalDrafter(Drafter):
         from its own tokens and, unless it asks for these alone, from corpora (those that it
         chooses, else all that its namespace may read) and what its namespace was served before.
         """
+        if all(request.state.predicted is None for request in requests):
+            trees = self._retrieve(requests, max_nodes)
+            self._note_proposed(requests, trees, max_nodes)
+            return trees
         trees = [self._predicted(request, max_nodes) for request in requests]
         rows = [i for i, r in enumerate(requests) if not self._agrees(r)]
         if rows:
             found = self._retrieve([requests[i] for i in rows], max_nodes)
             for i, tree in zip(rows, found, strict=True):
                 trees[i] = merged([trees[i], tree], max_nodes) if len(trees[i]) else tree
-            if self._mirror is not None:
-                self._note_proposed([(requests[i], trees[i]) for i in rows], max_nodes)
+            drafted = [requests[i] for i in rows], [trees[i] for i in rows]
+            self._note_proposed(*drafted, max_nodes)
         return trees
 
     @staticmethod
@@ -147,71 +154,68 @@ class RetrievalDrafter(Drafter):
         return predicted is not None and predicted.agrees
 
     def _retrieve(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
-        snapshots = self._snapshots(requests)
         if self._mirror is None:
-            return self._retrieve_now(requests, snapshots, max_nodes)
+            return self._retrieve_now(requests, max_nodes)
         prepared = self._prepared(requests)
-        trees = [
-            prepared.tree(r.rid, r.state.trie, r.output, snapshot)
-            for r, snapshot in zip(requests, snapshots, strict=True)
-        ]
+        tries = [r.state.trie for r in requests]
+        trees = prepared.trees(tries, [r.output for r in requests], self._snapshot)
         missing = [i for i, tree in enumerate(trees) if tree is None]
         self._hits += len(requests) - len(missing)
         self._misses += len(missing)
         if missing:
-            late = [requests[i] for i in missing], [snapshots[i] for i in missing]
-            for i, tree in zip(missing, self._retrieve_now(*late, max_nodes), strict=True):
+            made = self._retrieve_now([requests[i] for i in missing], max_nodes)
+            for i, tree in zip(missing, made, strict=True):
                 trees[i] = tree
         return trees  # type: ignore[return-value]  # none is missing now
 
-    def _retrieve_now(
-        self,
-        requests: Sequence[DraftRequest],
-        snapshots: Sequence[Snapshot | None],
-        max_nodes: int,
-    ) -> list[TokenTree]:
+    def _retrieve_now(self, requests: Sequence[DraftRequest], max_nodes: int) -> list[TokenTree]:
         tries = [request.state.trie for request in requests]
-        for request, trie in zip(requests, tries, strict=True):
-            _catch_up(trie, request, len(request.output))
+        _catch_up(requests, tries, [len(request.output) for request in requests])
+        snapshots = self._snapshots([request.state.reads for request in requests])
         drafts = retrieve(tries, snapshots, max_nodes, self.config, bigrams=self._bigrams)
-        return list(map(tree_of, drafts))
+        return trees_of(drafts)
 
     def _note_proposed(
-        self, retrieved: Sequence[tuple[DraftRequest, TokenTree]], most: int
+        self, requests: Sequence[DraftRequest], trees: Sequence[TokenTree], most: int
     ) -> None:
+        if self._mirror is None:
+            return
         self._max_nodes = most
         if len(self._proposed) > _MOST_PROPOSED:
             self._proposed.clear()
-        self._proposed.update((r.rid, (tree, len(r.output))) for r, tree in retrieved)
+        self._proposed += [
+            (r, r.state, tree, len(r.output)) for r, tree in zip(requests, trees, strict=True)
+        ]
 
     def early_exit(self, requests: Sequence[DraftRequest], view: ExitView) -> None:
         """Begin to retrieve for the likely outcomes of a step that was drafted for."""
         if self._mirror is None:
             return
-        proposed, self._proposed = self._proposed, {}
         # In a plain step without a look nothing was retrieved: there the next look does it. So it
         # is where a prediction holds.
-        drafted = dict[int, _Drafted]()
-        for row, request in enumerate(requests):
-            tree, length = proposed.get(request.rid, _NOTHING_PROPOSED)
-            if length == len(request.output) and request.state is not None:
-                drafted[row] = request, request.state.trie, length, tree
+        drafted = [
+            (request, state, tree, length)
+            for request, state, tree, length in self._proposed
+            if length == len(request.output) and request.state is state
+        ]
+        self._proposed = []
         if drafted:
-            self._mirror.begin(view, partial(self._mirrored, drafted), self._max_nodes)
+            self._foreseen = requests
+            self._mirror.begin(view, partial(self._mirrored, view, drafted), self._max_nodes)
 
-    def _mirrored(self, drafted: Mapping[int, _Drafted]) -> Mapping[int, Mirrored]:
+    def _mirrored(self, view: ExitView, drafted: Sequence[_Drafted]) -> Mapping[int, Mirrored]:
         """What is searched for requests, with what was drafted for them; in another thread.
 
         They may have gone on, or ended, since.
         """
-        for request, trie, length, _ in drafted.values():
-            _catch_up(trie, request, length)
-        requests = [request for request, *_ in drafted.values()]
+        rows = {rid: row for row, rid in enumerate(view.rids)}
+        drafted = [each for each in drafted if each[0].rid in rows]
+        requests, states, _, lengths = zip(*drafted, strict=True)
+        _catch_up(requests, [state.trie for state in states], lengths)
+        snapshots = self._snapshots([state.reads for _, state, _, _ in drafted])
         return {
-            row: Mirrored(request.rid, trie, length, snapshot, tree)
-            for (row, (request, trie, length, tree)), snapshot in zip(
-                drafted.items(), self._snapshots(requests), strict=True
-            )
+            rows[request.rid]: Mirrored(state.trie, length, state.reads, snapshot, tree)
+            for (request, state, tree, length), snapshot in zip(drafted, snapshots, strict=True)
         }
 
     @property
@@ -235,14 +239,13 @@ class RetrievalDrafter(Drafter):
             "mirror_prepared": self._mirror.prepared,
         }
 
-    def _snapshots(self, requests: Sequence[DraftRequest]) -> list[Snapshot | None]:
-        """What each request may read now."""
-        snapshots: dict[Any, Snapshot | None] = {None: None}
-        read = [_reads(r) if r.options.datastore else None for r in requests]
-        for what in read:
-            if what is not None and what not in snapshots:
-                snapshots[what] = self.datastore.snapshot(*what)
-        return [snapshots[what] for what in read]
+    def _snapshot(self, reads: _Reads) -> Snapshot | None:
+        return None if reads is None else self.datastore.snapshot(*reads)
+
+    def _snapshots(self, reads: Sequence[_Reads]) -> list[Snapshot | None]:
+        """What may be read now."""
+        snapshots = {each: self._snapshot(each) for each in set(reads)}
+        return [snapshots[each] for each in reads]
 
     def _prepared(self, requests: Sequence[DraftRequest]) -> Prepared:
         """What was retrieved ahead; the requests may be extended then."""
@@ -252,20 +255,15 @@ class RetrievalDrafter(Drafter):
         except TimeoutError as error:
             logger.error("%s: from now on drafts are retrieved when they are needed", error)
             # Its thread may still read what these requests have seen.
-            for request in requests:
-                request.state.trie = self._trie(request)
+            for request in [*requests, *self._foreseen]:
+                if request.state is not None:
+                    request.state.trie = self._trie(request)
             return NOTHING
 
-    def _retrieve_ahead(
-        self,
-        supposed: Sequence[SupposedInput],
-        snapshots: Sequence[Snapshot | None],
-        max_nodes: int,
-    ) -> Sequence[Draft]:
-        """Retrieval in another thread, which leaves the other cores to the target."""
-        return retrieve(
-            supposed, snapshots, max_nodes, self.config, bigrams=self._bigrams, threads=1
-        )
+    def _suppose(
+        self, tries: Sequence[InputTrie], snapshots: Sequence[Snapshot | None]
+    ) -> SupposedInputs:
+        return SupposedInputs(tries, snapshots, self.config, self._bigrams)
 
     def finish(self, request: DraftRequest, completed: bool) -> None:
         """Let the finished output join its namespace, under the name it can be deleted by."""
@@ -296,19 +294,23 @@ class RetrievalDrafter(Drafter):
         return self.datastore.list_corpora()
 
 
-def _catch_up(trie: InputTrie, request: DraftRequest, length: int) -> None:
-    """Index the output's first `length` tokens, as far as they are not.
+def _catch_up(
+    requests: Sequence[DraftRequest], tries: Sequence[InputTrie], lengths: Sequence[int]
+) -> None:
+    """Index the first tokens of the outputs, so many of each, as far as they are not.
 
     Here and not in `observe`: several plain steps at once.
     """
-    new = request.output[len(trie) - len(request.prompt) : length]
-    if new:
-        trie.extend(new)
+    new = [
+        request.output[len(trie) - len(request.prompt) : length]
+        for request, trie, length in zip(requests, tries, lengths, strict=True)
+    ]
+    extend_all(tries, new)
 
 
-def _reads(request: DraftRequest) -> tuple[str, tuple[str, ...] | None]:
-    """A request's namespace, and the corpora that it wants (None: all)."""
-    return request.options.namespace, request.options.corpora
+def _reads(request: DraftRequest) -> _Reads:
+    options = request.options
+    return (options.namespace, options.corpora) if options.datastore else None
 
 
 def open_datastore(context: DrafterContext) -> Datastore:

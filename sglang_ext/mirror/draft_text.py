@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from datastores import InputTrie, retrieve
+from datastores import Continuations, InputTrie, SupposedDrafts, SupposedInputs
 from sglang_ext.mirror import text_keys
 from sglang_ext.mirror.hypothesis_tree import ROOT, UNREAD, ExitTrust, HypothesisTree
 from sglang_ext.mirror.tree_cache import ROOT as CACHED_ROOT
@@ -165,10 +165,13 @@ class DraftText:
         if self._trie is None:
             self._trie = InputTrie()
         self._trie.extend(self.tokens[len(self._trie) :])
-        supposed = self._trie.supposing(self.tree.path(node))
-        if supposed is None:
+        path = self.tree.path(node)
+        if len(path) > self._trie.room:
             return []
-        [draft] = retrieve([supposed], None, most, threads=1)
+        inputs = SupposedInputs([self._trie], [None])
+        supposed = SupposedDrafts(inputs, Continuations.one(path), most)
+        supposed.make()
+        [draft] = supposed.drafts
         places: list[int] = []
         for token, parent, prob in zip(
             draft.tokens.tolist(), draft.parents.tolist(), draft.probs.tolist(), strict=True

@@ -4,12 +4,14 @@ An outcome is the node that acceptance ends at and the token behind it that the 
 the step commits is the path to the node, and that token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
+from datastores import Continuations
 from sglang_ext.mirror.exit_view import ExitView
 
 UNKNOWN = -1.0
@@ -64,6 +66,29 @@ def likely_outcomes(
     return made
 
 
+@dataclass(frozen=True)
+class Foreseen:
+    """What likely outcomes commit, of some rows of a view, the most probable one first.
+
+    Attributes:
+        continuations: of these rows, numbered as they were given.
+        places: int64[rows, most], where each of a row's outcomes stands among these; -1: it has no
+            more.
+    """
+
+    continuations: Continuations
+    places: npt.NDArray[np.int64]
+
+
+def foreseen_of(view: ExitView, outcomes: Outcomes, rows: Sequence[int]) -> Foreseen:
+    """What the outcomes of these rows of a view commit."""
+    made = _foresee(
+        view.tokens, view.parents, np.array(rows, np.int64), outcomes.nodes, outcomes.tokens,
+        outcomes.probs, outcomes.counts,
+    )  # fmt: skip
+    return Foreseen(Continuations(*made[:3]), made[3])
+
+
 def path_to(view: ExitView, row: int, node: int) -> list[int]:
     """The tokens from the root's child to a node, both included; none for the root."""
     tokens: list[int] = []
@@ -71,6 +96,42 @@ def path_to(view: ExitView, row: int, node: int) -> list[int]:
         tokens.append(int(view.tokens[row, node]))
         node = int(view.parents[row, node])
     return tokens[::-1]
+
+
+@numba.njit(cache=True, nogil=True)
+def _foresee(tokens, parents, rows, nodes, corrections, probs, counts):
+    """`whose`, `tokens` and `lengths` of Continuations, and `places` of Foreseen."""
+    n = counts[rows].sum()
+    all_whose, ranks = np.empty(n, np.int64), np.empty(n, np.int64)
+    improbable = np.empty(n, np.float32)
+    i = 0
+    for number, row in enumerate(rows):
+        for rank in range(counts[row]):
+            all_whose[i], ranks[i], improbable[i] = number, rank, -probs[row, rank]
+            i += 1
+    places = np.full((len(rows), nodes.shape[1]), -1, np.int64)
+    whose, lengths = np.empty(n, np.int64), np.empty(n, np.int64)
+    paths = np.zeros((n, tokens.shape[1]), np.int32)
+    for place, i in enumerate(np.argsort(improbable, kind="mergesort")):
+        row, rank = rows[all_whose[i]], ranks[i]
+        whose[place], places[all_whose[i], rank] = all_whose[i], place
+        lengths[place] = _write_path(tokens[row], parents[row], nodes[row, rank], paths[place])
+        paths[place, lengths[place] - 1] = corrections[row, rank]
+    return whose, paths, lengths, places
+
+
+@numba.njit(cache=True, nogil=True)
+def _write_path(tokens, parents, node, path):
+    """Writes down the path to a node; its length, with one token behind it."""
+    depth, at = 0, node
+    while at > 0:
+        depth, at = depth + 1, parents[at]
+    length = depth + 1
+    while node > 0:
+        depth -= 1
+        path[depth] = tokens[node]
+        node = parents[node]
+    return length
 
 
 @numba.njit(cache=True, nogil=True)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datastores import DatastoreError, InputTrie, RetrievalConfig
+from datastores import DatastoreError, InputTrie, RetrievalConfig, extend_all
 from datastores.input_trie import find_occurrences
 
 
@@ -132,38 +132,37 @@ def test_tokens_are_read_only() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    tokens=st.lists(st.integers(0, 3), min_size=1, max_size=60),
-    suppositions=st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=3),
-    longest=st.integers(1, 6),
+    prompts=st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=4),
+    steps=st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4), max_size=6),
+    limit=st.sampled_from([16, 300, 1 << 20]),
 )
-def test_what_is_supposed_is_found_as_if_it_had_been_seen_and_changes_nothing(
-    tokens: list[int], suppositions: list[list[int]], longest: int
+def test_tries_extended_together_are_those_extended_one_by_one(
+    prompts: list[list[int]], steps: list[list[int]], limit: int
 ) -> None:
-    trie = InputTrie()
-    trie.extend(tokens)
-    for supposed in suppositions:
-        seen = InputTrie()
-        seen.extend(tokens)
-        seen.extend(supposed)
-        made = trie.supposing(supposed)
-        assert made is not None
-        for columns in (made._row[3:], seen._row[3:]):  # sizes; the rest are addresses
-            assert columns.tolist() == [len(tokens) + len(supposed), len(tokens)]
-        size = len(seen)
-        for array in ("_tokens", "_same_one", "_same_two"):
-            found, wanted = getattr(trie, array)[:size], getattr(seen, array)[:size]
-            np.testing.assert_array_equal(found, wanted, array)
-    assert trie.tokens.tolist() == tokens and len(trie) == len(tokens)
-    trie.extend([1, 2])  # what was supposed leaves no trace
-    assert occurrences(trie, longest) == naive_occurrences([*tokens, 1, 2], longest)
+    config = RetrievalConfig(max_input_tokens=limit)
+    together, alone = ([InputTrie(config) for _ in prompts] for _ in range(2))
+    for trie, other, prompt in zip(together, alone, prompts, strict=True):
+        trie.extend(prompt * 20)
+        other.extend(prompt * 20)
+    for counts in steps:
+        new = [[n % 4] * n for n in counts[: len(prompts)]]
+        extend_all(together, new)
+        for other, tokens in zip(alone, new, strict=True):
+            other.extend(tokens)
+    for trie, other in zip(together, alone, strict=True):
+        assert len(trie) == len(other) and trie.prompt_tokens == other.prompt_tokens
+        assert trie.tokens.tolist() == other.tokens.tolist()
+        assert (
+            occurrences(trie, 4)
+            == occurrences(other, 4)
+            == naive_occurrences(trie.tokens.tolist(), 4)
+        )
 
 
-def test_what_cannot_be_supposed_is_refused() -> None:
-    trie = InputTrie(RetrievalConfig(max_input_tokens=300))
-    assert trie.supposing([1]) is None  # there is no prompt
-    trie.extend([1] * 290)
-    assert trie.supposing([2] * 10) is not None
-    assert trie.supposing([2] * 11) is None  # the older half would go
-    roomy = InputTrie()
-    roomy.extend([1] * 200)
-    assert roomy.supposing([2] * 128) is not None and roomy.supposing([2] * 129) is None
+def test_a_wrong_token_reaches_none_of_the_tries() -> None:
+    tries = [InputTrie(), InputTrie()]
+    for trie in tries:
+        trie.extend([1, 2])
+    with pytest.raises(DatastoreError, match="token id -1"):
+        extend_all(tries, [[3], [-1]])
+    assert [trie.tokens.tolist() for trie in tries] == [[1, 2], [1, 2]]

@@ -5,12 +5,12 @@ import threading
 import numpy as np
 import pytest
 
-from datastores import Datastore
+from datastores import Datastore, InputTrie, RetrievalConfig, SupposedDrafts
 from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest
 from sglang_ext.drafters.sssd import RetrievalDrafter
 from sglang_ext.mirror import mirrored_retrieval
 from sglang_ext.mirror.exit_view import ExitView
-from sglang_ext.mirror.outcomes import Outcomes, likely_outcomes, path_to
+from sglang_ext.mirror.outcomes import Outcomes, foreseen_of, likely_outcomes, path_to
 from sglang_ext.options import Options
 from sglang_ext.request_options import RequestOptions
 from sglang_ext.step.planner import DraftPlanner
@@ -55,7 +55,8 @@ def view_of(requests, trees, candidates) -> ExitView:
 def ended(made: RetrievalDrafter) -> None:
     """All that the exit asked for was retrieved."""
     job = made._mirror._job
-    assert job is not None and job.done.wait(20)
+    assert job is not None
+    eventually(lambda: job.done)
 
 
 def same(tree: TokenTree, other: TokenTree) -> bool:
@@ -167,7 +168,7 @@ def test_a_request_may_go_on_or_end_before_the_thread_looks_at_it(monkeypatch, e
     entered, go_on = threading.Event(), threading.Event()
     look = made._mirrored
     monkeypatch.setattr(
-        made, "_mirrored", lambda drafted: (entered.set(), go_on.wait(20), look(drafted))[2]
+        made, "_mirrored", lambda *given: (entered.set(), go_on.wait(20), look(*given))[2]
     )
     ours, theirs = request("a"), request("a")
     made.start(ours)
@@ -201,7 +202,7 @@ def test_retrieval_wants_a_late_exit_and_the_earliest_that_is_wanted_is_taken():
         named = {str(i): each for i, each in enumerate(drafters)}
         return DraftPlanner(context, 8, 4, None, True, drafters=named).exit_depth
 
-    assert depth(drafter()) == 0.9
+    assert depth(drafter()) == 0.94
     assert depth(drafter(), Early(context)) == 0.5
     assert depth(drafter(mirrored=False)) == 0.5
 
@@ -235,8 +236,9 @@ def test_what_joined_in_between_does_not_spoil_what_was_prepared():
     now = grown.snapshot()
     assert now is not before and now.segments == before.segments
     r.output.append(55)
-    assert made._mirror.take().tree("a", r.state.trie, r.output, now) is not None
-    assert made._mirror.take().tree("a", r.state.trie, r.output, None) is None
+    prepared = made._mirror.take()
+    assert prepared.trees([r.state.trie], [r.output], lambda reads: now)[0] is not None
+    assert prepared.trees([r.state.trie], [r.output], lambda reads: None) == [None]
 
 
 def test_a_failure_in_the_thread_is_logged_once_and_drafts_are_retrieved(caplog, monkeypatch):
@@ -258,47 +260,63 @@ def test_a_failure_in_the_thread_is_logged_once_and_drafts_are_retrieved(caplog,
     assert not made._mirror.works and made._mirror._job is None
 
 
-def test_whoever_asks_waits_for_a_few_retrievals_only_and_keeps_what_is_there():
-    made = drafter()
-    entered, go_on = threading.Event(), threading.Event()
-    retrieve, calls = made._mirror._retrieve, []
+def test_whoever_asks_has_no_more_be_made_and_keeps_what_is_there(monkeypatch):
+    made, plain = drafter(), drafter(mirrored=False)
+    entered, make = threading.Event(), SupposedDrafts.make
 
-    def slow(supposed, snapshots, max_nodes):
-        drafts = retrieve(supposed, snapshots, max_nodes)
-        calls.append(len(supposed))
-        if len(calls) == 2:
+    def made_when_stopped(drafts, stop):
+        with stop.working():  # as compiled code says it
             entered.set()
-            assert go_on.wait(20)
-        return drafts
+            eventually(stop.is_set)
+        make(drafts, stop)
 
-    made._mirror._retrieve = slow
-    r = request("a")
-    made.start(r)
-    made.early_exit([r], view_of([r], made.propose([r], NODES), [55, 56, 57, 58]))
+    monkeypatch.setattr(SupposedDrafts, "make", made_when_stopped)
+    ours, theirs = request("a"), request("a")
+    made.start(ours)
+    plain.start(theirs)
+    made.early_exit([ours], view_of([ours], made.propose([ours], NODES), [55, 56, 57, 58]))
     assert entered.wait(20)
-    job = made._mirror._job
-    threading.Thread(target=lambda: (eventually(lambda: job.stopped), go_on.set())).start()
-    r.output.append(55)
-    made.propose([r], NODES)
-    assert len(calls) == 2 and made.counters["mirror_prepared"] == 2
+    for r in (ours, theirs):
+        r.output.append(55)
+    assert same(made.propose([ours], NODES)[0], plain.propose([theirs], NODES)[0])
+    assert made.counters["mirror_prepared"] == made.counters["mirror_hits"] == 0
 
 
 def test_a_thread_that_never_lets_go_loses_its_requests(caplog, monkeypatch):
     monkeypatch.setattr(mirrored_retrieval, "_PATIENCE_S", 0.05)
     made, plain = drafter(), drafter(mirrored=False)
     entered, go_on = threading.Event(), threading.Event()
-    made._mirror._retrieve = lambda *args: (entered.set(), go_on.wait(20))
-    ours, theirs = request("a"), request("a")
-    made.start(ours)
+    monkeypatch.setattr(made, "_mirrored", lambda *given: (entered.set(), go_on.wait(20), {})[2])
+    ours, theirs, other = request("a"), request("a"), request("b", 1)
+    for r in (ours, other):
+        made.start(r)
     plain.start(theirs)
-    held = ours.state.trie
-    made.early_exit([ours], view_of([ours], made.propose([ours], NODES), [55, 56, 57, 58]))
+    held = ours.state.trie, other.state.trie
+    both = [ours, other]
+    made.early_exit(both, view_of(both, made.propose(both, NODES), [55, 56, 57, 58]))
     assert entered.wait(20)
-    ours.output.append(55)
-    theirs.output.append(55)
+    for r in (ours, theirs):
+        r.output.append(55)
     assert same(made.propose([ours], NODES)[0], plain.propose([theirs], NODES)[0])
-    assert ours.state.trie is not held and "retrieval ahead has not ended" in caplog.text
+    assert ours.state.trie is not held[0] and "retrieval ahead has not ended" in caplog.text
+    assert other.state.trie is not held[1], "it was not asked for, and is held too"
     go_on.set()
+
+
+def test_a_request_without_room_behind_it_is_not_foreseen_and_drafts_all_the_same():
+    made, plain = drafter(), drafter(mirrored=False)
+    ours, theirs = request("a"), request("a")
+    for each, r in ((made, ours), (plain, theirs)):
+        each.start(r)
+        r.state.trie = InputTrie(RetrievalConfig(max_input_tokens=16))
+        r.state.trie.extend(r.prompt)  # 15
+    made.early_exit([ours], view_of([ours], made.propose([ours], NODES), [55, 56, 57, 58]))
+    ended(made)
+    plain.propose([theirs], NODES)
+    for r in (ours, theirs):
+        r.output.append(55)
+    assert same(made.propose([ours], NODES)[0], plain.propose([theirs], NODES)[0])
+    assert made.counters["mirror_prepared"] == 0 and made._mirror.works
 
 
 # Outcomes
@@ -350,11 +368,27 @@ def test_improbable_outcomes_are_left_out():
     assert [tokens for tokens, _ in outcomes_of(view, least=0.05)] == [[9]]
 
 
-def test_the_batchs_most_probable_outcomes_come_first_and_a_request_once_at_a_time(monkeypatch):
-    monkeypatch.setattr(mirrored_retrieval, "_AT_ONCE", 2)
-    probs = np.array([[0.9, 0.8, 0.1], [0.5, 0.4, 0.3], [0.7, 0.0, 0.0]], np.float32)
-    nothing = np.zeros((3, 3), np.int32)
-    outcomes = Outcomes(nothing, nothing, probs, np.array([3, 3, 1], np.int32))
-    groups = list(mirrored_retrieval.best_first(outcomes, [0, 1, 2]))
-    assert groups == [[(0, 0), (2, 0)], [(0, 1), (1, 0)], [(1, 1), (0, 2)], [(1, 2)]]
-    assert list(mirrored_retrieval.best_first(outcomes, [2])) == [[(2, 0)]]
+def test_the_batchs_most_probable_outcomes_come_first_with_what_they_commit():
+    # Row 0: 5 behind the root, 6 behind that. Row 2: the root alone. Row 1 is not asked about.
+    tokens = np.array([[1, 5, 6], [9, 9, 9], [2, 0, 0]], np.int32)
+    parents = np.array([[-1, 0, 1], [-1, -1, -1], [-1, -1, -1]], np.int32)
+    counts = np.array([3, 3, 1], np.int32)
+    none = np.zeros((3, 3, 1), np.int32)
+    view = ExitView(("a", "b", "c"), tokens, parents, counts, none, none.astype(np.float32), 0.0)
+    outcomes = Outcomes(
+        np.array([[2, 0, 1], [0, 0, 0], [0, 0, 0]], np.int32),
+        np.array([[70, 71, 72], [8, 8, 8], [90, 91, 0]], np.int32),
+        np.array([[0.9, 0.5, 0.1], [1, 1, 1], [0.7, 0.1, 0]], np.float32),
+        np.array([3, 3, 2], np.int32),
+    )
+    foreseen = foreseen_of(view, outcomes, [2, 0])
+    made = foreseen.continuations
+    assert made.whose.tolist() == [1, 0, 1, 0, 1]
+    assert [row[:n].tolist() for row, n in zip(made.tokens, made.lengths, strict=True)] == [
+        [5, 6, 70],
+        [90],
+        [71],
+        [91],
+        [5, 72],
+    ]
+    assert foreseen.places.tolist() == [[1, 3, -1], [0, 2, 4]]
