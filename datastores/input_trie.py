@@ -124,7 +124,7 @@ class InputTrie:
 def extend_all(tries: Sequence[InputTrie], tokens: Sequence[Sequence[int]]) -> None:
     """Appends to each trie, which has its prompt, the tokens that stand in its place.
 
-    As `extend` of each, in a fifth of the time where they are few tokens.
+    As `extend` of each, in one compiled call where none grows.
     """
     new = as_token_ids(list(chain.from_iterable(tokens)), _MAX_TOKEN)
     ends = np.fromiter(accumulate(map(len, tokens)), np.int64, len(tokens))
