@@ -167,9 +167,7 @@ def _retrieve_one(call_at, request, workspace_at, zero):
     share = vector_at(call[_SHARES] + col.SHARE_BYTES * request, np.int64)
     seen_at, size, prompt_size = row[col.SEEN_AT], row[col.SEEN_SIZE], row[col.PROMPT_SIZE]
     budget = vector_at(call[_BUDGETS], np.int64)[request]
-    if call[_SUPPOSED] != 0:
-        count = vector_at(call[_SUPPOSED_LENGTHS], np.int64)[request]
-        suppose(row, call[_SUPPOSED] + 4 * call[_MOST_SUPPOSED] * request, count)
+    _suppose_own(call, row, request)
     drafted = np.int64(0)
     if size > 0 and budget > 0:
         branch = min(max_branch, budget)  # no node of a draft is deeper than its size
@@ -195,6 +193,14 @@ def _retrieve_one(call_at, request, workspace_at, zero):
     if atomic_add(call_at + 8 * (CALL_SIZE + request), 1) == 0:
         _place(call, request, drafted, draft)
         atomic_add(call_at + 8 * _PLACED, 1)
+
+
+@njit(cache=True, nogil=True)
+def _suppose_own(call, row, request):
+    """Writes down what a request is supposed to go on with, if anything is."""
+    if call[_SUPPOSED] != 0:
+        count = vector_at(call[_SUPPOSED_LENGTHS], np.int64)[request]
+        suppose(row, call[_SUPPOSED] + 4 * call[_MOST_SUPPOSED] * request, count)
 
 
 @njit(cache=True, nogil=True)
