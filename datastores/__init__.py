@@ -12,7 +12,7 @@ from .input_trie import InputTrie, extend_all
 from .maintenance import check_folder, merge_folders, verify_folder
 from .retrieval import Continuations, Draft, Drafts, retrieve
 from .segment import Snapshot
-from .supposed import Stop, SupposedDrafts, SupposedInputs
+from .supposed import Stop, SupposedDrafts
 from .warmup import warm_up
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "Snapshot",
     "Stop",
     "SupposedDrafts",
-    "SupposedInputs",
     "check_folder",
     "extend_all",
     "merge_folders",

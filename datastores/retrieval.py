@@ -154,51 +154,19 @@ def retrieve(
     calling one included; None: one per core, at most 4. A request that has seen nothing gets an
     empty draft. Raises DatastoreError if the arguments do not fit each other.
     """
-    call = Call(Searched(tries, snapshots, config, bigrams), max_nodes, min_prob)
+    call = Call(tries, snapshots, max_nodes, config, bigrams, min_prob=min_prob)
     call.run(threads)
     return call.drafts
-
-
-class Searched:
-    """Requests, and all else that their drafts are made from.
-
-    Args:
-        tries, snapshots, config, bigrams: as `retrieve` takes them.
-
-    Attributes:
-        tries: the requests' input.
-        rows: int64[requests, TRIE_COLUMNS], what they have seen as compiled code has it.
-    """
-
-    def __init__(
-        self,
-        tries: Sequence[InputTrie],
-        snapshots: Snapshot | Sequence[Snapshot | None] | None,
-        config: RetrievalConfig | None,
-        bigrams: Bigrams | None,
-    ) -> None:
-        self.tries = tries
-        self.config = config or _DEFAULT_CONFIG
-        self.bigrams = bigrams or _NO_BIGRAMS
-        self.segments, self.shares, self.most_segments, self.separator = _segment_tables(
-            snapshots, len(tries)
-        )
-        self.rows = np.empty((len(tries), col.TRIE_COLUMNS), np.int64)
-        for i, trie in enumerate(tries):
-            self.rows[i] = trie._row
-        # What the tables name must still be there when it is read.
-        self._kept = snapshots, [trie._arrays for trie in tries]
 
 
 class Call:
     """What a compiled call reads and writes.
 
     Args:
-        searched: the requests.
-        max_nodes, min_prob: as `retrieve` takes them.
-        continuations: what some of them are supposed to have gone on with (datastores.supposed);
-            None: drafts are made for what they have seen. With it max_nodes is one number, and only
-            one thread may run the call.
+        tries, snapshots, max_nodes, config, bigrams, min_prob: as `retrieve` takes them.
+        continuations: what some of the requests are supposed to have gone on with
+            (datastores.supposed); None: drafts are made for what they have seen. With it max_nodes
+            is one number, and only one thread may run the call.
 
     Attributes:
         drafts: of each request, or of each continuation.
@@ -207,13 +175,24 @@ class Call:
 
     def __init__(
         self,
-        searched: Searched,
+        tries: Sequence[InputTrie],
+        snapshots: Snapshot | Sequence[Snapshot | None] | None,
         max_nodes: Sequence[int] | np.ndarray | int,
+        config: RetrievalConfig | None = None,
+        bigrams: Bigrams | None = None,
+        *,
         min_prob: float = 0.0,
         continuations: Continuations | None = None,
     ) -> None:
-        self._searched = searched
-        rows, shares, self._supposed = searched.rows, searched.shares, _NOTHING_SUPPOSED
+        self._config = config or _DEFAULT_CONFIG
+        self._bigrams = bigrams or _NO_BIGRAMS
+        segments, shares, self._most_segments, self._separator = _segment_tables(
+            snapshots, len(tries)
+        )
+        rows = np.empty((len(tries), col.TRIE_COLUMNS), np.int64)
+        for i, trie in enumerate(tries):
+            rows[i] = trie._row
+        self._supposed = _NOTHING_SUPPOSED
         if continuations is not None:
             rows, shares = rows[continuations.whose], shares[continuations.whose]
             rows[:, col.SEEN_SIZE] += continuations.lengths
@@ -221,7 +200,9 @@ class Call:
         budgets, self._width = _budgets(max_nodes, len(rows))
         self.drafts = _empty_drafts(len(rows), self._width)
         self.state = np.zeros(CALL_SIZE + len(rows), np.int64)
-        self._arrays = rows, searched.segments, shares, budgets, np.array([min_prob], np.float64)
+        self._arrays = rows, segments, shares, budgets, np.array([min_prob], np.float64)
+        # What the tables name must still be there when it is read.
+        self._kept = snapshots, [trie._arrays for trie in tries]
 
     def run(self, threads: int | None, stop_at: int = 0) -> None:
         """Make the drafts.
@@ -230,24 +211,24 @@ class Call:
             threads: as `retrieve` takes it.
             stop_at: address of a Stop's words; 0: all drafts are made.
         """
-        batch, searched = len(self.drafts), self._searched
+        batch = len(self.drafts)
         if not batch or not self._width:
             return
-        zero = token_dtype(searched.separator)(0)
-        bits, per_key = tokens_per_key(searched.separator)
-        config, table = searched.config, searched.bigrams
+        zero = token_dtype(self._separator)(0)
+        bits, per_key = tokens_per_key(self._separator)
+        config, table = self._config, self._bigrams
         most = default_threads() if threads is None else threads
         most = min(most, batch // (_SHARED_BATCH // 2)) - 1
         with self._helpers(most, zero.itemsize) as mailboxes:
             done = False
             while not done:
                 done = run_call(
-                    self.state, *self._arrays, searched.separator, bits, per_key, zero,
+                    self.state, *self._arrays, self._separator, bits, per_key, zero,
                     config.limits, config.weights, config.length_weights, config.novelty,
                     table.tokens, table.probs,
                     self.drafts.tokens, self.drafts.parents, self.drafts.probs,
                     self.drafts.sources, self.drafts.sizes,
-                    own_workspace().fit(config, searched.most_segments),
+                    own_workspace().fit(config, self._most_segments),
                     np.array(mailboxes, np.int64), *self._supposed, stop_at,
                 )  # fmt: skip
 
@@ -256,9 +237,8 @@ class Call:
         if most <= 0:
             return contextlib.nullcontext([])
         # A helper may be interrupted and end after the call: it keeps what it reads.
-        searched = self._searched
         pool = shared_pool(most, _HELP[itemsize])
-        return pool.ready(most, searched.config, searched.most_segments, self)
+        return pool.ready(most, self._config, self._most_segments, self)
 
 
 def _empty_drafts(batch: int, width: int) -> Drafts:

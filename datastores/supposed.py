@@ -17,7 +17,7 @@ from .config import DatastoreError, RetrievalConfig
 from .input_trie import InputTrie
 from .kernel import STOP_SET, STOP_WORDS, STOP_WORKING, drafts_placed
 from .pointers import atomic_load
-from .retrieval import Call, Continuations, Searched
+from .retrieval import Call, Continuations
 from .segment import Snapshot
 
 # Whoever waits looks so often before each of so many times that it lets others run, among them the
@@ -63,47 +63,17 @@ class Stop:
         return False
 
 
-class SupposedInputs:
-    """Requests that might go on, and what their drafts are made from.
-
-    Args:
-        tries: what they have seen. Nobody may extend it while drafts are made.
-        snapshots: what each may read.
-        config, bigrams: as `retrieve` takes them.
-    """
-
-    def __init__(
-        self,
-        tries: Sequence[InputTrie],
-        snapshots: Sequence[Snapshot | None],
-        config: RetrievalConfig | None = None,
-        bigrams: Bigrams | None = None,
-    ) -> None:
-        self.searched = Searched(tries, snapshots, config, bigrams)
-
-    def check(self, continuations: Continuations) -> None:
-        """Raise DatastoreError if these are no continuations of the requests."""
-        rooms = np.array([trie.room for trie in self.searched.tries], np.int64)
-        whose, lengths = continuations.whose, continuations.lengths
-        if not len(whose):
-            return
-        if not 0 <= whose.min() <= whose.max() < len(rooms):
-            raise DatastoreError(f"continuations must be of the {len(rooms)} requests given")
-        if continuations.tokens.min(initial=0) < 0:
-            raise DatastoreError("a continuation's token ids must be at least 0")
-        if (lengths > rooms[whose]).any():
-            raise DatastoreError("a continuation has more tokens than its input has room for")
-
-
 class SupposedDrafts:
     """A draft for each continuation, rooted at its last token, made from the first one on.
 
     What is made for one is what `retrieve` gives when the request has seen its tokens.
 
     Args:
-        inputs: the requests.
-        continuations: of these.
+        tries: what the requests have seen. Nobody may extend it while drafts are made.
+        snapshots: what each may read.
+        continuations: of these requests.
         max_nodes: most nodes of a draft.
+        config, bigrams: as `retrieve` takes them.
 
     Attributes:
         drafts: of all continuations; those from len(self) on are not made yet.
@@ -114,10 +84,16 @@ class SupposedDrafts:
     """
 
     def __init__(
-        self, inputs: SupposedInputs, continuations: Continuations, max_nodes: int
+        self,
+        tries: Sequence[InputTrie],
+        snapshots: Sequence[Snapshot | None],
+        continuations: Continuations,
+        max_nodes: int,
+        config: RetrievalConfig | None = None,
+        bigrams: Bigrams | None = None,
     ) -> None:
-        inputs.check(continuations)
-        self._call = Call(inputs.searched, max_nodes, continuations=continuations)
+        _check(tries, continuations)
+        self._call = Call(tries, snapshots, max_nodes, config, bigrams, continuations=continuations)
         self.drafts = self._call.drafts
 
     def __len__(self) -> int:
@@ -127,6 +103,20 @@ class SupposedDrafts:
     def make(self, stop: Stop | None = None) -> None:
         """Make them, one after the other, until it is stopped."""
         self._call.run(threads=1, stop_at=0 if stop is None else stop.address)
+
+
+def _check(tries: Sequence[InputTrie], continuations: Continuations) -> None:
+    """Raise DatastoreError if these are no continuations of the requests."""
+    whose, lengths = continuations.whose, continuations.lengths
+    if not len(whose):
+        return
+    if not 0 <= whose.min() <= whose.max() < len(tries):
+        raise DatastoreError(f"continuations must be of the {len(tries)} requests given")
+    if continuations.tokens.min(initial=0) < 0:
+        raise DatastoreError("a continuation's token ids must be at least 0")
+    rooms = np.array([trie.room for trie in tries], np.int64)
+    if (lengths > rooms[whose]).any():
+        raise DatastoreError("a continuation has more tokens than its input has room for")
 
 
 @njit(cache=True, nogil=True)

@@ -14,12 +14,13 @@ import numpy as np
 
 from datastores import (
     Bigrams,
+    Continuations,
     Datastore,
     DatastoreError,
     InputTrie,
     RetrievalConfig,
     Snapshot,
-    SupposedInputs,
+    SupposedDrafts,
     extend_all,
     retrieve,
     warm_up,
@@ -261,9 +262,15 @@ class RetrievalDrafter(Drafter):
             return NOTHING
 
     def _suppose(
-        self, tries: Sequence[InputTrie], snapshots: Sequence[Snapshot | None]
-    ) -> SupposedInputs:
-        return SupposedInputs(tries, snapshots, self.config, self._bigrams)
+        self,
+        tries: Sequence[InputTrie],
+        snapshots: Sequence[Snapshot | None],
+        continuations: Continuations,
+        max_nodes: int,
+    ) -> SupposedDrafts:
+        return SupposedDrafts(
+            tries, snapshots, continuations, max_nodes, self.config, self._bigrams
+        )
 
     def finish(self, request: DraftRequest, completed: bool) -> None:
         """Let the finished output join its namespace, under the name it can be deleted by."""

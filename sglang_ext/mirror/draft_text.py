@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from datastores import Continuations, InputTrie, SupposedDrafts, SupposedInputs
+from datastores import Continuations, InputTrie, SupposedDrafts
 from sglang_ext.mirror import text_keys
 from sglang_ext.mirror.hypothesis_tree import ROOT, UNREAD, ExitTrust, HypothesisTree
 from sglang_ext.mirror.tree_cache import ROOT as CACHED_ROOT
@@ -168,8 +168,7 @@ class DraftText:
         path = self.tree.path(node)
         if len(path) > self._trie.room:
             return []
-        inputs = SupposedInputs([self._trie], [None])
-        supposed = SupposedDrafts(inputs, Continuations.one(path), most)
+        supposed = SupposedDrafts([self._trie], [None], Continuations.one(path), most)
         supposed.make()
         [draft] = supposed.drafts
         places: list[int] = []

@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from datastores import (
+    Continuations,
     Drafts,
     InputTrie,
     Snapshot,
     Stop,
     SupposedDrafts,
-    SupposedInputs,
 )
 from sglang_ext.mirror.exit_view import ExitView
 from sglang_ext.mirror.outcomes import UNKNOWN, Foreseen, foreseen_of, likely_outcomes
@@ -39,8 +39,10 @@ _MOST_FAILURES = 3
 
 # Of a step's requests by their rows of its view: what is searched for each.
 Look = Callable[[], Mapping[int, "Mirrored"]]
-# What drafts of requests are made from that might go on, each with what it may read.
-Suppose = Callable[[Sequence[InputTrie], Sequence[Snapshot | None]], SupposedInputs]
+# Drafts of at most so many nodes for what requests might go on with, each with what it may read.
+Suppose = Callable[
+    [Sequence[InputTrie], Sequence[Snapshot | None], Continuations, int], SupposedDrafts
+]
 
 
 @dataclass(frozen=True)
@@ -253,8 +255,10 @@ class MirroredRetrieval:
         requests = list(rows.values())
         outcomes = likely_outcomes(job.view, self._outcomes, _LEAST, _acceptance(job.view, rows))
         foreseen = foreseen_of(job.view, outcomes, list(rows))
-        inputs = self._suppose([r.trie for r in requests], [r.snapshot for r in requests])
-        drafts = SupposedDrafts(inputs, foreseen.continuations, job.max_nodes)
+        drafts = self._suppose(
+            [r.trie for r in requests], [r.snapshot for r in requests], foreseen.continuations,
+            job.max_nodes,
+        )  # fmt: skip
         read = {r.reads: r.snapshot for r in requests}
         numbers = {id(r.trie): i for i, r in enumerate(requests)}
         job.made = _Made(requests, numbers, read, foreseen, drafts)
@@ -373,7 +377,7 @@ def _warm_up() -> None:
     request = Mirrored(trie, 0, None, None, TokenTree.chain([1]))
     outcomes = likely_outcomes(view, 1, 0.0, _acceptance(view, {0: request}))
     foreseen = foreseen_of(view, outcomes, [0])
-    drafts = SupposedDrafts(SupposedInputs([trie], [None]), foreseen.continuations, 1)
+    drafts = SupposedDrafts([trie], [None], foreseen.continuations, 1)
     stop = Stop()
     drafts.make(stop)
     stop.wait(0)

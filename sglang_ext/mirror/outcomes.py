@@ -89,15 +89,6 @@ def foreseen_of(view: ExitView, outcomes: Outcomes, rows: Sequence[int]) -> Fore
     return Foreseen(Continuations(*made[:3]), made[3])
 
 
-def path_to(view: ExitView, row: int, node: int) -> list[int]:
-    """The tokens from the root's child to a node, both included; none for the root."""
-    tokens: list[int] = []
-    while node > 0:
-        tokens.append(int(view.tokens[row, node]))
-        node = int(view.parents[row, node])
-    return tokens[::-1]
-
-
 @numba.njit(cache=True, nogil=True)
 def _foresee(tokens, parents, rows, nodes, corrections, probs, counts):
     """`whose`, `tokens` and `lengths` of Continuations, and `places` of Foreseen."""

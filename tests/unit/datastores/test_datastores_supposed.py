@@ -14,7 +14,6 @@ from datastores import (
     RetrievalConfig,
     Stop,
     SupposedDrafts,
-    SupposedInputs,
     retrieve,
 )
 from datastores.segment import Document, Snapshot, build_segments
@@ -61,7 +60,7 @@ def test_drafts_are_those_of_requests_that_have_gone_on_and_nothing_changes(
     tries = [trie_of(history) for history in histories]
     before = [kept(trie) for trie in tries]
     snapshots = [TEXT if reads else None] * len(tries)
-    drafts = SupposedDrafts(SupposedInputs(tries, snapshots), continuations(*supposed), 5)
+    drafts = SupposedDrafts(tries, snapshots, continuations(*supposed), 5)
     assert len(drafts) == 0
     drafts.make()
     assert len(drafts) == len(supposed)
@@ -86,12 +85,11 @@ def test_room_ends_where_the_older_half_would_be_forgotten_and_there_is_none_wit
     assert trie.room == 10
     assert trie_of([1] * 200).room == 128
     for count, fits in ((10, True), (11, False)):
-        inputs = SupposedInputs([trie], [None])
         if fits:
-            SupposedDrafts(inputs, Continuations.one([2] * count), 5).make()
+            SupposedDrafts([trie], [None], Continuations.one([2] * count), 5).make()
         else:
             with pytest.raises(DatastoreError, match="room"):
-                SupposedDrafts(inputs, Continuations.one([2] * count), 5)
+                SupposedDrafts([trie], [None], Continuations.one([2] * count), 5)
 
 
 @pytest.mark.parametrize(
@@ -99,13 +97,12 @@ def test_room_ends_where_the_older_half_would_be_forgotten_and_there_is_none_wit
 )
 def test_what_is_no_continuation_is_refused(them, named):
     with pytest.raises(DatastoreError, match=named):
-        SupposedDrafts(SupposedInputs([trie_of([1, 2])], [None]), continuations(*them), 5)
+        SupposedDrafts([trie_of([1, 2])], [None], continuations(*them), 5)
 
 
 def test_once_stopped_no_draft_is_begun():
-    inputs = SupposedInputs([trie_of([1, 2, 1, 2])], [None])
-    stop = Stop()
-    drafts = SupposedDrafts(inputs, continuations((0, [1]), (0, [1, 2])), 5)
+    tries, stop = [trie_of([1, 2, 1, 2])], Stop()
+    drafts = SupposedDrafts(tries, [None], continuations((0, [1]), (0, [1, 2])), 5)
     stop.set()
     drafts.make(stop)
     assert stop.is_set() and stop.wait(0) and len(drafts) == 0
@@ -113,9 +110,9 @@ def test_once_stopped_no_draft_is_begun():
 
 def test_a_stop_ends_a_long_call_between_two_drafts():
     tries = [trie_of(np.arange(4000) * 7 % 5) for _ in range(4)]
-    inputs, stop = SupposedInputs(tries, [TEXT] * 4), Stop()
+    stop = Stop()
     many = continuations(*((i % 4, [i % 5] * 8) for i in range(200_000)))
-    drafts = SupposedDrafts(inputs, many, 5)
+    drafts = SupposedDrafts(tries, [TEXT] * 4, many, 5)
     worker = threading.Thread(target=drafts.make, args=(stop,))
     worker.start()
     while not len(drafts):

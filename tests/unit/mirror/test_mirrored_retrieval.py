@@ -10,7 +10,7 @@ from sglang_ext.drafters import Drafter, DrafterContext, DraftRequest
 from sglang_ext.drafters.sssd import RetrievalDrafter
 from sglang_ext.mirror import mirrored_retrieval
 from sglang_ext.mirror.exit_view import ExitView
-from sglang_ext.mirror.outcomes import Outcomes, foreseen_of, likely_outcomes, path_to
+from sglang_ext.mirror.outcomes import Outcomes, foreseen_of, likely_outcomes
 from sglang_ext.options import Options
 from sglang_ext.request_options import RequestOptions
 from sglang_ext.step.planner import DraftPlanner
@@ -50,6 +50,15 @@ def view_of(requests, trees, candidates) -> ExitView:
         logprobs.copy(),
         0.0,
     )
+
+
+def path_to(view: ExitView, row: int, node: int) -> list[int]:
+    """The tokens from the root's child to a node, both included; none for the root."""
+    tokens: list[int] = []
+    while node > 0:
+        tokens.append(int(view.tokens[row, node]))
+        node = int(view.parents[row, node])
+    return tokens[::-1]
 
 
 def ended(made: RetrievalDrafter) -> None:
