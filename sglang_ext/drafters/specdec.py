@@ -28,9 +28,10 @@ from sglang_ext.block_drafter.nat_model import EARLIER
 from sglang_ext.block_drafter.request_memory import RequestMemory
 from sglang_ext.block_drafter.training_data import Tokens, source_of, source_span
 from sglang_ext.drafters import Drafter, DrafterContext, DrafterError, DraftRequest, load
+from sglang_ext.mixture import TreeMixture, warm_up
 from sglang_ext.options import Options
 from sglang_ext.request_options import DrafterOptions
-from sglang_ext.tree import TokenTree, merged
+from sglang_ext.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ class _State:
     """Tokens of the output that are in the memory."""
     retrieved: DraftRequest | None = None
     """The request as SSSD sees it; None: it was not asked."""
+    mixed: tuple[int, TokenTree, TokenTree] | None = None
+    """The trees that were mixed last, and how much was written then."""
 
 
 class BlockDrafter(Drafter):
@@ -125,6 +128,8 @@ class BlockDrafter(Drafter):
         self._choices = context.options.specdec_branches
         self._retrieves = context.options.specdec_retrieve
         self._retrieval = load("sssd", context)
+        self._mixture = TreeMixture()
+        warm_up()
         self._shares = self._manifest.states
         self._counters = {"sources": 0.0, "source_tokens": 0.0, "passes": 0.0, "blocks": 0.0}
         logger.info(
@@ -199,13 +204,24 @@ class BlockDrafter(Drafter):
         if rows:
             found = self._retrieval.propose([self._retrieved(requests[i]) for i in rows], max_nodes)
             for i, tree in zip(rows, found, strict=True):
-                trees[i] = _both(trees[i], tree, max_nodes)
+                trees[i] = self._mixed(requests[i], trees[i], tree, max_nodes)
         return trees
 
     def finish(self, request: DraftRequest, completed: bool) -> None:
         """Let go of the source; the output joins SSSD's datastore, as without this drafter."""
         request.state = None
         self._retrieval.finish(request, completed)
+
+    def _mixed(
+        self, request: DraftRequest, drafted: TokenTree, retrieved: TokenTree, max_nodes: int
+    ) -> TokenTree:
+        """Both as one tree, after a look at what has become of the last two."""
+        state, written = self._state(request), len(request.output)
+        if state.mixed is not None:
+            start, block, found = state.mixed
+            self._mixture.note(block, found, request.output[start:])
+        state.mixed = written, drafted, retrieved
+        return self._mixture.mixed(drafted, retrieved, max_nodes)
 
     def _drafted(
         self, requests: Sequence[DraftRequest], max_nodes: int, branches: Sequence[int]
@@ -320,12 +336,6 @@ class BlockDrafter(Drafter):
             )
             self._retrieval.start(state.retrieved)
         return state.retrieved
-
-
-def _both(drafted: TokenTree, retrieved: TokenTree, max_nodes: int) -> TokenTree:
-    if not len(drafted) or not len(retrieved):
-        return drafted if len(drafted) else retrieved
-    return merged([drafted, retrieved], max_nodes)
 
 
 @cache

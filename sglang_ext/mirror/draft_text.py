@@ -7,9 +7,10 @@ import numpy.typing as npt
 
 from datastores import Continuations, InputTrie, SupposedDrafts
 from sglang_ext.mirror import text_keys
-from sglang_ext.mirror.hypothesis_tree import ROOT, UNREAD, ExitTrust, HypothesisTree
+from sglang_ext.mirror.hypothesis_tree import ROOT, UNREAD, HypothesisTree
 from sglang_ext.mirror.tree_cache import ROOT as CACHED_ROOT
 from sglang_ext.mirror.tree_cache import TreeCache
+from sglang_ext.mixture import MixtureWeight
 
 # Beyond these a request's tree begins anew.
 _MOST_NODES = 2048
@@ -48,11 +49,11 @@ class DraftText:
         retrieves: bool = True,
         streams: bool = True,
         window: int = 0,
-        trust: ExitTrust | None = None,
+        trust: MixtureWeight | None = None,
     ) -> None:
         self.tokens = list(tokens)
         self._window = window
-        self._trust = trust or ExitTrust()
+        self._trust = trust or MixtureWeight()
         self._retrieves = retrieves
         self.streams = streams
         self.cache = cache

@@ -16,12 +16,13 @@ from sglang_ext.mirror import messages
 from sglang_ext.mirror.causal_lm import CausalLM, Feed
 from sglang_ext.mirror.channel import Channel
 from sglang_ext.mirror.draft_text import DraftText
-from sglang_ext.mirror.hypothesis_tree import ExitTrust, is_sound
+from sglang_ext.mirror.hypothesis_tree import is_sound
 from sglang_ext.mirror.messages import Kind
 from sglang_ext.mirror.payoff import RowCosts
 from sglang_ext.mirror.rollouts import Rollouts
 from sglang_ext.mirror.shared_ring import Record
 from sglang_ext.mirror.tree_cache import ROOT
+from sglang_ext.mixture import MixtureWeight
 
 MOST_TEXTS = 1024
 _IDLE_S = 0.5
@@ -50,7 +51,7 @@ class Executor:
         self._model = model
         self._most_bytes = int(cache_mb * _MIB)
         self._retrieves = retrieves
-        self._window, self._trust = window, ExitTrust()
+        self._window, self._trust = window, MixtureWeight()
         self._rollouts = Rollouts(model, measured_costs(model), window)
         if retrieves:  # compiled, or loaded from numba's cache, before anybody waits for it
             DraftText([0, 0], model.new_cache()).guess(0, 1)

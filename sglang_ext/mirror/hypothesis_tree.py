@@ -13,41 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.mirror import text_keys
+from sglang_ext.mixture import MixtureWeight
 
 ROOT = 0
 UNREAD = -1
 _NONE = -1
 # What is left to tokens that are not named: at least so much, and each has so many parts of it.
 _LEAST_REST, _UNNAMED = 0.02, 8
-_TRUST_FADE, _LEAST_TRUST = 0.02, 0.01
 
 # Likely next tokens and their probabilities, the best first.
 Named = Sequence[tuple[int, float]]
-
-
-class ExitTrust:
-    """How far the exit's probabilities are believed beside the draft model's: learned.
-
-    The belief in a token is a mixture of both. After each committed token of which both have
-    spoken, the mixture's weight moves towards who gave it more (a step of online EM).
-
-    Attributes:
-        weight: of the exit's, 0 to 1.
-    """
-
-    def __init__(self) -> None:
-        self.weight = 0.5
-
-    def mixed(self, drafted: float, foreseen: float) -> float:
-        """The belief in a token that both speak of."""
-        return (1.0 - self.weight) * drafted + self.weight * foreseen
-
-    def note(self, drafted: float, foreseen: float) -> None:
-        """A token was committed to which they gave these probabilities."""
-        mixed = self.mixed(drafted, foreseen)
-        if mixed > 0.0:
-            self.weight += _TRUST_FADE * (self.weight * foreseen / mixed - self.weight)
-            self.weight = min(max(self.weight, _LEAST_TRUST), 1.0 - _LEAST_TRUST)
 
 
 class HypothesisTree:
@@ -69,7 +44,7 @@ class HypothesisTree:
         trust: in the exit.
     """
 
-    def __init__(self, token: int, key: int, trust: ExitTrust) -> None:
+    def __init__(self, token: int, key: int, trust: MixtureWeight) -> None:
         self.tokens = [token]
         self.parents = [_NONE]
         self.conds = [1.0]

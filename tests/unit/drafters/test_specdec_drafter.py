@@ -154,6 +154,12 @@ def test_with_retrieval_one_tree_holds_both(folder):
     (retrieved,) = retrieval.propose([others[1]], 20)
     assert (30, 31) in paths(retrieved) - paths(drafted)
     assert paths(tree) >= paths(retrieved) and paths(tree) & paths(drafted)
+
+    before = [weight.weight for weight in both._mixture.weights]
+    made.output += [30, 31, 11]
+    both.propose([made], 60)
+    after = [weight.weight for weight in both._mixture.weights]
+    assert any(new > old for new, old in zip(after, before, strict=True)), "retrieval was right"
     both.finish(made, completed=True)
     both.finish(others[0], completed=True)
 

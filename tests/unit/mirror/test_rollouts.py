@@ -11,10 +11,11 @@ from sglang_ext.mirror import lm_loading, messages, payoff, rollouts, text_keys
 from sglang_ext.mirror.causal_lm import NAMED
 from sglang_ext.mirror.channel import Channel
 from sglang_ext.mirror.executor import Executor
-from sglang_ext.mirror.hypothesis_tree import ROOT, ExitTrust, HypothesisTree
+from sglang_ext.mirror.hypothesis_tree import ROOT, HypothesisTree
 from sglang_ext.mirror.messages import Kind
 from sglang_ext.mirror.payoff import RowCosts
 from sglang_ext.mirror.shared_ring import Record
+from sglang_ext.mixture import MixtureWeight
 from tests.unit.mirror.tiny_lms import VOCAB, Reference, write_lm
 
 WINDOW = 4
@@ -228,7 +229,7 @@ def test_the_likeliest_outcomes_come_first(folder, reference):
 
 
 def test_who_foresees_more_is_trusted_more():
-    trust = ExitTrust()
+    trust = MixtureWeight()
     for _ in range(200):
         trust.note(0.9, 0.1)
     assert trust.weight < 0.05
