@@ -18,6 +18,7 @@ from sglang_ext.block_drafter.block_paths import Paths, PathSearch
 from sglang_ext.block_drafter.kept_tokens import MASK, PADDING, UNKNOWN
 from sglang_ext.block_drafter.nat_model import EARLIER, OF_SOURCE, BlockModel
 from sglang_ext.block_drafter.request_memory import RequestMemory
+from sglang_ext.block_drafter.served_entries import ServedEntries
 from sglang_ext.block_drafter.served_layers import EncoderLayer, normed
 from sglang_ext.block_drafter.states_on_disk import States
 
@@ -75,7 +76,17 @@ class BlockPredictor:
         own = model.encoder.layers if model.states is None else ()
         self._encoder = [EncoderLayer(layer, int8) for layer in own]
         self._decoder = BlockDecoder(model, int8)
+        self._entries = ServedEntries.of(model) if int8 else None
         self._paths = PathSearch(model, int8, ends)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Compile what a request calls, or read it from numba's cache, before one waits for it."""
+        states, places = self._model.states, np.arange(1)
+        read = np.zeros((1, states.width), np.float16) if states else np.array([UNKNOWN])
+        memories = self.encode([read])
+        self.write(memories, [Read(read, places)])
+        self.predict(memories, [Written(1, last_rows(np.array([UNKNOWN])))], [1])
 
     @torch.inference_mode()
     def encode(self, sources: Sequence[Source]) -> list[RequestMemory]:
@@ -133,6 +144,9 @@ class BlockPredictor:
         ]
         if not new:
             return
+        if self._entries is not None:
+            self._entries.write(new)
+            return
         entries = self._model.remembered(
             torch.from_numpy(padded([tokens for _, tokens, _ in new])).to(self._device),
             torch.from_numpy(padded([places for _, _, places in new])).to(self._device),
@@ -159,12 +173,20 @@ class BlockPredictor:
             longest: most tokens of a path; default: the block's.
         """
         last = np.stack([each.last for each in written])
-        rows = torch.from_numpy(block_inputs(last[:, -1], self._shape.block)).to(self._device)
-        committed = torch.tensor([each.committed for each in written], device=self._device)
-        told = self._model.of_before(torch.stack([memory.last for memory in memories]))
-        hidden = self._model.slots_of(rows, committed, told)
+        committed = [each.committed for each in written]
+        hidden = self._inputs(last[:, -1], committed, memories)
         places = self._decoder.run(hidden, memories)
         return self._paths.search(places, last, choices, longest or self._shape.block)
+
+    def _inputs(
+        self, last: Rows, committed: Sequence[int], memories: Sequence[RequestMemory]
+    ) -> torch.Tensor:
+        """float[n, 1 + block, width], the decoder's."""
+        if self._entries is not None:
+            return self._entries.slots_of(last, committed, memories)
+        rows = torch.from_numpy(block_inputs(last, self._shape.block)).to(self._device)
+        told = self._model.of_before(torch.stack([memory.last for memory in memories]))
+        return self._model.slots_of(rows, torch.tensor(committed, device=self._device), told)
 
 
 def last_rows(rows: Rows) -> Rows:

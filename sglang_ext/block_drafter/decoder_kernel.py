@@ -21,18 +21,25 @@ _empty_rows, _quantize_row, _quantize_rows, _multiply = row_functions((_BITS,))
 
 
 @numba.njit(nogil=True)
+def _norm_row(x, norm, epsilon, to):
+    """to = x, float32[W], behind a layer norm; norm: float32[2, W], its weights and biases."""
+    size = len(x)
+    mean = total(x.ctypes.data, size) / np.float32(size)
+    for i in range(size):
+        to[i] = x[i] - mean
+    squares = dot(to, to.ctypes.data, to.ctypes.data, size)
+    scale = np.float32(1) / np.sqrt(squares / np.float32(size) + epsilon)
+    for i in range(size):
+        to[i] = to[i] * scale * norm[0, i] + norm[1, i]
+
+
+@numba.njit(nogil=True)
 def _norm_rows(x, norm, epsilon, factor, rows):
-    """Rows x [T, W] behind a layer norm, to 8 bits; norm: float32[2, W], its weights and biases."""
+    """Rows x [T, W] behind a layer norm, to 8 bits."""
     size, groups = x.shape[1], rows[1].shape[1]
     normed = np.empty(size, np.float32)
     for row in range(len(x)):
-        mean = total(x[row].ctypes.data, size) / np.float32(size)
-        for i in range(size):
-            normed[i] = x[row, i] - mean
-        squares = dot(normed, normed.ctypes.data, normed.ctypes.data, size)
-        scale = np.float32(1) / np.sqrt(squares / np.float32(size) + epsilon)
-        for i in range(size):
-            normed[i] = normed[i] * scale * norm[0, i] + norm[1, i]
+        _norm_row(x[row], norm, epsilon, normed)
         _quantize_row(normed, row, 0, groups, _BITS, factor, rows)
 
 
@@ -63,11 +70,17 @@ def _of_normed(x, norm, epsilon, weight, threads):
 
 
 @numba.njit(nogil=True)
+def _linear(x, weight, threads):
+    """float32[T, outputs or more]: x [T, K] behind a linear layer."""
+    rows = _empty_rows(len(x), weight[0].shape[1])
+    _quantize_rows(x, _BITS, weight[2], rows, 0, len(x))
+    return _outputs(rows, weight, threads)
+
+
+@numba.njit(nogil=True)
 def _add_linear(x, inner, weight, threads):
     """x [T, W] += inner [T, K] behind a linear layer."""
-    rows = _empty_rows(len(inner), weight[0].shape[1])
-    _quantize_rows(inner, _BITS, weight[2], rows, 0, len(inner))
-    made = _outputs(rows, weight, threads)
+    made = _linear(inner, weight, threads)
     for row in range(len(x)):
         for i in range(x.shape[1]):
             x[row, i] += made[row, i]

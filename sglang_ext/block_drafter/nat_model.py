@@ -276,6 +276,11 @@ def attended(
 
 def sinusoids(places: torch.Tensor, width: int) -> torch.Tensor:
     """float[..., width], the sines and cosines of "Attention Is All You Need", section 3.5."""
-    half = torch.arange(width // 2, device=places.device)
-    angles = places[..., None] * torch.exp(half * (-2 * math.log(10_000.0) / width))
+    angles = places[..., None] * sinusoid_rates(width, places.device)
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+def sinusoid_rates(width: int, device: torch.device | None = None) -> torch.Tensor:
+    """float[width / 2], radians a place."""
+    half = torch.arange(width // 2, device=device)
+    return torch.exp(half * (-2 * math.log(10_000.0) / width))

@@ -1,5 +1,7 @@
 """What a block drafter keeps of a request while it runs."""
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -32,11 +34,28 @@ class RequestMemory:
             keys_values: float32[decoder layers, 2, m, heads, width / heads], m at most the window.
             last: float32[width], the last one's entry.
         """
-        more = keys_values.shape[2]
-        at = self._source + (self._written + torch.arange(more)) % self._window
+        at = torch.from_numpy(self.slots_for(keys_values.shape[2]))
         self._room[:, :, at.to(self._room.device)] = keys_values
-        self._written += more
         self.last = last.clone()
+
+    def slots_for(self, count: int) -> npt.NDArray[np.int64]:
+        """int64[count], where further entries of tokens that were written belong in the room.
+
+        Whoever asks writes their keys and values there.
+        """
+        at = self._source + (self._written + np.arange(count)) % self._window
+        self._written += count
+        return at
+
+    @property
+    def capacity(self) -> int:
+        """Entries that there is room for."""
+        return self._source + self._window
+
+    @property
+    def address(self) -> int:
+        """Where float32[decoder layers, 2, capacity, width] begins, on a CPU."""
+        return self._room.data_ptr()
 
     @property
     def count(self) -> int:

@@ -1,5 +1,7 @@
 """The network, its served form, and the tokens that it knows."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -16,8 +18,8 @@ from sglang_ext.block_drafter.block_predictor import (
 )
 from sglang_ext.block_drafter.fast_dropout import FastDropout, with_fast_dropout
 from sglang_ext.block_drafter.kept_tokens import FIRST, MASK, PADDING, UNKNOWN, KeptTokens
-from sglang_ext.block_drafter.nat_model import EARLIER
-from sglang_ext.block_drafter.shapes import SHAPES, Shape
+from sglang_ext.block_drafter.nat_model import EARLIER, BlockModel
+from sglang_ext.block_drafter.shapes import SHAPES, Shape, TargetStates
 from tests.unit.block_drafter.toy_drafters import SHAPE, untrained
 
 
@@ -218,6 +220,44 @@ def test_the_compiled_decoder_finds_what_torchs_does(requests, monkeypatch):
     by_float = BlockDecoder(model, int8=False).run(slots.clone(), memories)
     assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
     assert (found[0] - by_float).norm() < 0.05 * by_float.norm()
+
+
+@pytest.mark.parametrize("width", [0, 64], ids=["own", "the target's"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_what_is_remembered_in_8_bits_is_near_what_torch_remembers(layers, width):
+    """Of several requests at once, in parts that go round in their rooms, some of them empty."""
+    torch.manual_seed(0)
+    shape = dataclasses.replace(SHAPE, decoder_layers=layers)
+    states = TargetStates(1, width) if width else None
+    model = BlockModel(shape, 60, 48, states=states).eval()
+    for parameter in (model.memory_norm.weight, model.memory_norm.bias):
+        torch.nn.init.normal_(parameter)
+    random = np.random.default_rng(1)
+
+    def read(count: int) -> np.ndarray:
+        if width:
+            return random.standard_normal((count, width)).astype(np.float16)
+        return random.integers(3, 50, count)
+
+    sources = [read(5), read(2), read(3)]
+    steps = [[read(count) for count in counts] for counts in ((1, 0, 3), (4, 2, 9), (2, 1, 0))]
+    last = random.integers(3, 50, 3)
+    rooms, inputs = [], []
+    for int8 in (False, True):
+        predictor = BlockPredictor(model, int8)
+        memories = predictor.encode(sources)
+        begin = [0, 0, 0]
+        for step in steps:
+            at = [np.arange(b, b + len(r)) for b, r in zip(begin, step, strict=True)]
+            predictor.write(memories, [Read(*each) for each in zip(step, at, strict=True)])
+            begin = [b + len(r) for b, r in zip(begin, step, strict=True)]
+        rooms.append([memory.entries for memory in memories])
+        inputs.append(predictor._inputs(last, [0, 1, 700], memories))
+        assert [memory.count for memory in memories] == [9, 5, 7]
+    for plain, packed in zip(*rooms, strict=True):
+        assert plain.shape == packed.shape == (layers, 2, plain.shape[2], 2, 16)
+        assert 0 < (plain - packed).norm() < 0.02 * plain.norm()
+    assert 0 < (inputs[0] - inputs[1]).norm() < 0.02 * inputs[0].norm()
 
 
 def test_int8_is_near_float():
