@@ -17,6 +17,7 @@ from sglang_ext.block_drafter.distillation import (
     default_parallel,
 )
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError
+from sglang_ext.block_drafter.held_outputs import held_file
 from sglang_ext.block_drafter.state_log import folder_of, read_records
 from sglang_ext.block_drafter.target_models import TargetModel, layer_to_read, load_target
 from sglang_ext.request_options import RequestOptionError, check_namespace
@@ -34,7 +35,12 @@ def run(args: argparse.Namespace) -> int:
     target = load_target(args.model)
     layer = _states_layer(args, target)
     wanted = Wanted(args.prompt, args.raw, args.max_tokens, args.namespace, layer)
-    work = Distillation(target, wanted, args.sources, args.out)
+    with held_file(args.out):
+        return _distilled(args, Distillation(target, wanted, args.sources, args.out), layer)
+
+
+def _distilled(args: argparse.Namespace, work: Distillation, layer: int) -> int:
+    """Writes what is missing; returns the exit code."""
     if len(work.done) >= work.total:
         print(f"{args.out}: all {work.total:,} outputs are there")
         return 0

@@ -16,6 +16,7 @@ from sglang_ext.block_drafter.drafter_manifest import (
     is_drafter_folder,
 )
 from sglang_ext.block_drafter.embedding_start import embedding_start
+from sglang_ext.block_drafter.held_outputs import held_folder
 from sglang_ext.block_drafter.recipes import Recipe
 from sglang_ext.block_drafter.recorded_states import keep_recorded, recorded_states
 from sglang_ext.block_drafter.shapes import SHAPES, Shape, TargetStates
@@ -44,7 +45,11 @@ def run(args: argparse.Namespace) -> int:
     target = load_target(args.model)
     data = read_data(args, target)
     rule = source_rule(data, shape.source_tokens)
-    with sharing_cores(args), _states(args, data, rule) as (states, kind):
+    with (
+        held_folder(args.out),
+        sharing_cores(args),
+        _states(args, data, rule) as (states, kind),
+    ):
         trained = _train(args, shape, recipe, target, data, rule, kind, states)
     scores = trained.scores["accepted_per_step"]
     held = trained.scores["held_out"]

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from sglang_ext import models
 from sglang_ext.block_drafter.checkpoints import FOLDER, Checkpoints
 from sglang_ext.block_drafter.drafter_manifest import BlockDrafterError, target_name
+from sglang_ext.block_drafter.held_outputs import held_folder
 from sglang_ext.block_drafter.recipes import StreamRecipe
 from sglang_ext.block_drafter.target_models import TargetModel, load_target
 from sglang_ext.block_drafter.training_data import Example, TrainingData
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     try:
-        with sharing_cores(args):
+        with held_folder(args.out), sharing_cores(args):
             scores = _trained(args, recipe, target, learned, held, data)
     except (models.ModelError, DraftModelError, StreamsError, ValueError) as error:
         raise BlockDrafterError(str(error)) from None

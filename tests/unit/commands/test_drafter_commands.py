@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from datastores import Datastore
 from sglang_ext.block_drafter.drafter_manifest import read_manifest
+from sglang_ext.block_drafter.held_outputs import held_file, held_folder
 from sglang_ext.block_drafter.target_models import load_target
 from sglang_ext.block_drafter.training_data import DATASTORE_PROMPT_TAIL, read_datastore, read_file
 from sglang_ext.commands.datastore import add_commands as add_datastore_commands
@@ -268,6 +269,24 @@ def test_what_cannot_be_trained_on_is_one_line(tmp_path, target, url, capsys):
         capsys, "train", "--data", path, "--model", tmp_path, "--out", tmp_path / "d"
     )
     assert not (tmp_path / "d").exists()
+
+
+def test_an_output_belongs_to_one_run_at_a_time(tmp_path, target, url, capsys):
+    assert distil(tmp_path, target, url) == 0
+    path, out = tmp_path / "data.jsonl", tmp_path / "d"
+    written = path.read_bytes()
+    train = ["train", "--data", path, "--model", target, "--out", out, *QUICK]
+    distill = ["distill", "--model", target, "--out", path, "--raw", "--url", url]
+    (tmp_path / "s.txt").write_text("w1")
+    with held_folder(out), held_file(path):
+        assert f"another run is writing to {out}: " in error_of(capsys, *train)
+        asked = error_of(capsys, *distill, "--sources", tmp_path / "s.txt")
+        assert f"another run is writing to {path}: " in asked
+    assert path.read_bytes() == written and not out.exists()
+    with pytest.raises(RuntimeError), held_file(tmp_path / "new"):
+        raise RuntimeError
+    assert not (tmp_path / "new").exists()
+    assert run("drafter", *train) == 0, "the folder is free again"
 
 
 def test_a_limit_of_tokens_bounds_what_is_read(tmp_path, target, url):
