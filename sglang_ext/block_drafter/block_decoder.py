@@ -3,19 +3,15 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 from torch import nn
 
 from sglang_ext.block_drafter import decoder_kernel
 from sglang_ext.block_drafter.nat_model import BlockModel
-from sglang_ext.block_drafter.packed_linear import PackedLinear, packed
+from sglang_ext.block_drafter.packed_linear import PackedLinear, packed, threads_for
 from sglang_ext.block_drafter.request_memory import RequestMemory
 from sglang_ext.block_drafter.served_layers import DecoderLayer, normed
-
-# Rows up to which a thread alone is quicker: others sleep between a target's passes.
-_FEW_ROWS = 16
 
 
 class BlockDecoder:
@@ -31,7 +27,6 @@ class BlockDecoder:
         made = [_packed_layer(layer) for layer in model.decoder.layers] if int8 else []
         self._packed = [layer for layer in made if layer is not None]
         self._compiled = len(self._packed) == len(self._layers)
-        self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
 
     def keys_values(self, memory: torch.Tensor) -> torch.Tensor:
         """float[n, decoder layers, 2, s, heads, width / heads] of entries float[n, s, width]."""
@@ -56,7 +51,7 @@ class BlockDecoder:
 
     def _run_compiled(self, slots: torch.Tensor, memories: Sequence[RequestMemory]) -> torch.Tensor:
         hidden = slots.contiguous()
-        threads = 1 if hidden.shape[0] * hidden.shape[1] <= _FEW_ROWS else self._threads
+        threads = threads_for(hidden.shape[0] * hidden.shape[1])
         counts = np.array([memory.count for memory in memories])
         for number, layer in enumerate(self._packed):
             addresses = np.array([memory.addresses(number) for memory in memories], np.uintp)

@@ -123,11 +123,13 @@ class BlockPredictor:
             states: float[s, states.width].
             places: int64[s], where in the source each lies.
         """
+        if self._entries is not None:
+            return self._entries.of_source(states, places)
         memory = self._model.remembered(states.to(self._device)[None], places.to(self._device))
         return self._memory(self._decoder.keys_values(memory)[0], memory[0, -1])
 
     def _memory(self, keys_values: torch.Tensor, last: torch.Tensor) -> RequestMemory:
-        return RequestMemory(keys_values, last, self._shape.window)
+        return RequestMemory.of_source(keys_values, last, self._shape.window)
 
     @torch.inference_mode()
     def write(self, memories: Sequence[RequestMemory], read: Sequence[Read]) -> None:

@@ -1,6 +1,6 @@
 """What surrounds the block drafter's decoder as compiled loops for CPUs, with weights in 8 bits.
 
-What is remembered of written tokens, and the decoder's input: of torch some forty small operators a
+What is remembered of tokens, and the decoder's input: of torch some forty small operators a
 step, each of which takes 20 to 50 us between a target's passes.
 """
 
@@ -26,30 +26,34 @@ def _add_place(row, place, rates):
 
 
 @numba.njit(nogil=True, cache=True)
-def entries_of_states(states, even, of_states):
+def entries_of_states(states, even, of_states, threads):
     """float32[m, width or more], what a linear layer makes of a target's states.
 
     Args:
         states: float32[m, states.width].
         even: float32[2, states.width], ones and zeros: a state's direction counts.
         of_states: the layer.
+        threads: how many share the work.
     """
-    return _of_normed(states, even, np.float32(1e-5), of_states, 1)
+    return _of_normed(states, even, np.float32(1e-5), of_states, threads)
 
 
 @numba.njit(nogil=True, cache=True)
-def remember(read, norm, epsilon, kind, places, rates, keys_values, rooms, capacities, slots):
-    """float32[m, width], entries of written tokens; writes their keys and values to where they go.
+def remember(
+    read, norm, epsilon, kind, places, rates, keys_values, rooms, capacities, slots, threads
+):  # fmt: skip
+    """float32[m, width], entries of tokens; writes their keys and values to where they go.
 
     Args:
         read: float32[m, width or more], embeddings, or of `entries_of_states`.
         norm: float32[2, width], of entries; epsilon: what it adds to variances.
         kind: float32[width], what each is told.
-        places: int64[m], where in the output each lies.
+        places: int64[m], where in the source or the output each lies.
         rates: float32[width / 2], of sinusoids.
         keys_values: of all decoder layers, one behind the other.
         rooms: int64[m], the address of each one's float32[layers, 2, capacity, width].
         capacities, slots: int64[m], entries that there is room for, and each one's place there.
+        threads: how many share the work.
     """
     width = len(kind)
     entries = np.empty((len(read), width), np.float32)
@@ -57,7 +61,7 @@ def remember(read, norm, epsilon, kind, places, rates, keys_values, rooms, capac
         _norm_row(read[row, :width], norm, epsilon, entries[row])
         entries[row] += kind
         _add_place(entries[row], places[row], rates)
-    made = _linear(entries, keys_values, 1)
+    made = _linear(entries, keys_values, threads)
     parts = len(keys_values[3]) // width  # keys and values of each layer
     for row in range(len(read)):
         room = numba.carray(pointer_to(rooms[row]), (parts, capacities[row], width), np.float32)

@@ -16,16 +16,31 @@ class RequestMemory:
             of the source's last token before that.
 
     Args:
-        keys_values: float32[decoder layers, 2, s, heads, width / heads], of the source.
-        window: most entries of what was written; at least 1.
+        room: float32[decoder layers, 2, source + window, heads, width / heads]; of the source's
+            entries there are keys and values, or whoever makes it writes them.
+        source: entries of it.
     """
 
-    def __init__(self, keys_values: torch.Tensor, last: torch.Tensor, window: int) -> None:
+    def __init__(self, room: torch.Tensor, source: int, last: torch.Tensor) -> None:
+        self._room, self._source, self._written = room, source, 0
+        self._window = room.shape[2] - source
+        self.last = last
+
+    @classmethod
+    def of_source(
+        cls, keys_values: torch.Tensor, last: torch.Tensor, window: int
+    ) -> "RequestMemory":
+        """With nothing written yet.
+
+        Args:
+            keys_values: float32[decoder layers, 2, s, heads, width / heads], of the source.
+            last: float32[width], the entry of its last token.
+            window: most entries of what was written; at least 1.
+        """
         layers, two, source, heads, size = keys_values.shape
-        self._room = keys_values.new_empty((layers, two, source + window, heads, size))
-        self._room[:, :, :source] = keys_values
-        self._source, self._window, self._written = source, window, 0
-        self.last = last.clone()
+        room = keys_values.new_empty((layers, two, source + window, heads, size))
+        room[:, :, :source] = keys_values
+        return cls(room, source, last.clone())
 
     def add(self, keys_values: torch.Tensor, last: torch.Tensor) -> None:
         """Take entries of tokens that were written, in their order.

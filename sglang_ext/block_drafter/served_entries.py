@@ -1,4 +1,4 @@
-"""A block drafter's memory of written tokens and its decoder's input, in 8 bits on CPUs."""
+"""A block drafter's memory and its decoder's input, in 8 bits on CPUs."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ import torch
 
 from sglang_ext.block_drafter import entry_kernel
 from sglang_ext.block_drafter.kept_tokens import MASK
-from sglang_ext.block_drafter.nat_model import OF_OUTPUT, BlockModel, sinusoid_rates
-from sglang_ext.block_drafter.packed_linear import PackedLinear, packed
+from sglang_ext.block_drafter.nat_model import OF_OUTPUT, OF_SOURCE, BlockModel, sinusoid_rates
+from sglang_ext.block_drafter.packed_linear import PackedLinear, packed, threads_for
 from sglang_ext.block_drafter.request_memory import RequestMemory
 
 Rows = npt.NDArray[np.int64]
@@ -36,8 +36,9 @@ class ServedEntries:
         self._of_states, self._keys_values, self._of_before = of_states, keys_values, of_before
         self._embedding = _floats(model.embedding.weight)
         self._scale = np.float32(math.sqrt(width))
-        self._norm, self._epsilon = _floats(torch.stack([norm.weight, norm.bias])), norm.eps
-        self._kind = _floats(model.kinds[OF_OUTPUT])
+        self._norm = _floats(torch.stack([norm.weight, norm.bias]))
+        self._epsilon = np.float32(norm.eps)
+        self._kinds, self._shape = _floats(model.kinds), model.shape
         self._rates = _floats(sinusoid_rates(width))
         self._slots = _floats(model.slots).copy()
         self._slots[1:] += self._scale * self._embedding[MASK]
@@ -61,6 +62,22 @@ class ServedEntries:
             return None
         return cls(model, states, keys_values, before)
 
+    def of_source(self, states: torch.Tensor, places: torch.Tensor) -> RequestMemory:
+        """What is kept of a source whose states the target has, float[s, states.width] at int64[s].
+
+        Args:
+            states: s is at least 1.
+        """
+        count, size = len(places), self._shape.width // self._shape.heads
+        entries = count + self._shape.window
+        room = torch.empty((self._shape.decoder_layers, 2, entries, self._shape.heads, size))
+        memory = RequestMemory(room, count, torch.empty(0))
+        found = self._remembered(
+            states.numpy(), places.numpy(), OF_SOURCE, [memory], [count], np.arange(count)
+        )
+        memory.last = torch.from_numpy(found[-1].copy())
+        return memory
+
     def write(self, new: Sequence[tuple[RequestMemory, np.ndarray, Rows]]) -> None:
         """Remember written tokens.
 
@@ -69,28 +86,48 @@ class ServedEntries:
                 float16[m, states.width]) and its place in the output, int64[m]; m at least 1, and
                 at most the window.
         """
-        counts = [len(places) for _, _, places in new]
-        read = np.concatenate([tokens for _, tokens, _ in new])
-        if self._of_states is None:
-            known = self._embedding[read]
-        else:
-            states = read.astype(np.float32)
-            known = entry_kernel.entries_of_states(states, self._even, self._of_states)
-        memories = [memory for memory, _, _ in new]
-        entries = entry_kernel.remember(
-            known,
-            self._norm,
-            np.float32(self._epsilon),
-            self._kind,
+        memories, counts = [memory for memory, _, _ in new], [len(places) for _, _, places in new]
+        entries = self._remembered(
+            np.concatenate([tokens for _, tokens, _ in new]),
             np.concatenate([places for _, _, places in new]),
-            self._rates,
-            self._keys_values,
-            np.repeat([memory.address for memory in memories], counts),
-            np.repeat([memory.capacity for memory in memories], counts),
+            OF_OUTPUT,
+            memories,
+            counts,
             np.concatenate([m.slots_for(count) for m, count in zip(memories, counts, strict=True)]),
         )
         for memory, end in zip(memories, np.cumsum(counts).tolist(), strict=True):
             memory.last = torch.from_numpy(entries[end - 1].copy())
+
+    def _remembered(
+        self,
+        read: np.ndarray,
+        places: Rows,
+        kind: int,
+        memories: Sequence[RequestMemory],
+        counts: Sequence[int],
+        slots: Rows,
+    ) -> _Floats:
+        """float32[m, width], entries, whose keys and values are written to their slots."""
+        threads = threads_for(len(places))
+        if self._of_states is None:
+            known = self._embedding[read]
+        else:
+            states = read.astype(np.float32)
+            known = entry_kernel.entries_of_states(states, self._even, self._of_states, threads)
+        entries: _Floats = entry_kernel.remember(
+            known,
+            self._norm,
+            self._epsilon,
+            self._kinds[kind],
+            places,
+            self._rates,
+            self._keys_values,
+            np.repeat([memory.address for memory in memories], counts),
+            np.repeat([memory.capacity for memory in memories], counts),
+            slots,
+            threads,
+        )
+        return entries
 
     def slots_of(
         self, last: Rows, committed: Sequence[int], memories: Sequence[RequestMemory]

@@ -32,7 +32,8 @@ class KeptStates:
     """The states of one layer of a target on the host, by KV slot.
 
     What goes wrong in keeping them costs the states, never the pass: it is logged once, and none
-    are kept from then on.
+    are kept from then on. They are looked up in NumPy: torch's operators take several times as
+    long for a few rows.
 
     Args:
         target: SGLang's worker, its pools made.
@@ -91,9 +92,10 @@ class KeptStates:
         return functools.partial(self._of, req)
 
     def _of(self, req: "Req", begin: int, end: int) -> SequenceStates:
-        slots = self._rows[req.kv.req_pool_idx, begin:end].long()
-        places = self._known[slots].nonzero()[:, 0]
-        return SequenceStates(self._states[slots[places]], places)
+        slots = self._rows[req.kv.req_pool_idx, begin:end].numpy()
+        places = self._known.numpy()[slots].nonzero()[0]
+        states = self._states.numpy()[slots[places]]
+        return SequenceStates(torch.from_numpy(states), torch.from_numpy(places))
 
     def _take(self, state: torch.Tensor) -> None:
         if self._reading is None:
@@ -109,11 +111,11 @@ class KeptStates:
 
     def _keep(self, state: torch.Tensor, batch: "ScheduleBatch") -> None:
         # As it is now: a pass with drafts behind prompts has slots of its own.
-        slots = batch.out_cache_loc
+        slots = batch.out_cache_loc.numpy()
         known = len(slots) == len(state)  # else there is padding, whose rows are nobody's
         if known:
-            self._states[slots] = even_states(state)
-        self._known[slots] = known
+            self._states.numpy()[slots] = even_states(state).numpy()
+        self._known.numpy()[slots] = known
 
 
 def states_for(target: "TpModelWorker", drafters: Iterable[Drafter]) -> KeptStates | None:
