@@ -65,25 +65,16 @@ class TreeMixture:
             return (first if len(first) else second).first(max_nodes)
         weights = np.array([each.weight for each in self.weights])
         tokens, parents, probs, places = _union(*_arrays(first), *_arrays(second), weights)
-        # Stable, so that a parent stays in front of a child of equal probability.
-        order = np.argsort(-probs, kind="stable")[:max_nodes]
-        new_index = np.full(len(tokens) + 1, NO_PARENT, np.int32)  # the last one: the root's
-        new_index[order] = np.arange(len(order), dtype=np.int32)
         sources = np.zeros(len(tokens), np.int8)
         if first.sources is not None:
             sources[: len(first)] = first.sources
         if second.sources is not None:
             sources[places] |= second.sources
-        logprobs = np.full(len(tokens), np.nan, np.float32)
+        logprobs = None
         if first.logprobs is not None:
+            logprobs = np.full(len(tokens), np.nan, np.float32)
             logprobs[: len(first)] = first.logprobs
-        return TokenTree(
-            tokens[order],
-            new_index[parents[order]],
-            probs[order],
-            sources[order],
-            None if first.logprobs is None else logprobs[order],
-        )
+        return TokenTree(tokens, parents, probs, sources, logprobs).best(max_nodes)
 
     def note(self, first: TokenTree, second: TokenTree, tokens: Sequence[int]) -> None:
         """These tokens were committed where these trees were mixed."""

@@ -72,6 +72,20 @@ class TokenTree:
         logprobs = None if self.logprobs is None else self.logprobs[:n]
         return TokenTree(self.tokens[:n], self.parents[:n], self.probs[:n], sources, logprobs)
 
+    def best(self, n: int) -> "TokenTree":
+        """The subtree of the `n` nodes of the highest probability, best first."""
+        # Stable, so that a parent stays in front of a child of equal probability.
+        order = np.argsort(-self.probs, kind="stable")[:n]
+        new_index = np.full(len(self) + 1, NO_PARENT, np.int32)  # the last one: the root's
+        new_index[order] = np.arange(len(order), dtype=np.int32)
+        return TokenTree(
+            self.tokens[order],
+            new_index[self.parents[order]],
+            self.probs[order],
+            None if self.sources is None else self.sources[order],
+            None if self.logprobs is None else self.logprobs[order],
+        )
+
     def depths(self) -> npt.NDArray[np.int32]:
         """int32[n], 1 for the root's children."""
         return _depths(self.parents)
@@ -189,20 +203,15 @@ def merged(trees: Sequence[TokenTree], max_nodes: int) -> TokenTree:
             if tree.logprobs is not None and np.isnan(logprobs[place]):
                 logprobs[place] = float(tree.logprobs[node])
             places.append(place)
-    # Stable, so that a parent stays in front of a child of equal probability.
-    order = np.argsort(-np.array(probs, dtype=np.float32), kind="stable")[:max_nodes]
-    new_index = np.full(len(parents) + 1, NO_PARENT, dtype=np.int32)  # the last one: the root's
-    new_index[order] = np.arange(len(order), dtype=np.int32)
-    tokens = np.array([token for _, token in index], dtype=np.int64)
     return TokenTree(
-        tokens[order],
-        new_index[np.array(parents, dtype=np.int64)[order]],
-        np.array(probs, dtype=np.float32)[order],
-        np.array(sources, dtype=np.int8)[order],
-        np.array(logprobs, dtype=np.float32)[order]
+        np.array([token for _, token in index], dtype=np.int64),
+        np.array(parents, dtype=np.int32),
+        np.array(probs, dtype=np.float32),
+        np.array(sources, dtype=np.int8),
+        np.array(logprobs, dtype=np.float32)
         if any(tree.logprobs is not None for tree in trees)
         else None,
-    )
+    ).best(max_nodes)
 
 
 @dataclass(frozen=True)

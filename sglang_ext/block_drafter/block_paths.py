@@ -82,9 +82,6 @@ class PathSearch:
         self._run = compiled or _Plain(model, of_earlier)
         self._closed = np.zeros(len(model.embedding.weight), dtype=np.bool_)
         self._closed[[UNKNOWN, *ends]] = True
-        # A compiled loop is compiled, or read from numba's cache, before a request waits for it.
-        nowhere = torch.zeros((1, 1, model.shape.width), device=model.slots.device)
-        self.search(nowhere, np.zeros((1, EARLIER), np.int64), [1], 1)
 
     @torch.inference_mode()
     def search(

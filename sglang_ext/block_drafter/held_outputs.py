@@ -16,12 +16,7 @@ def held_folder(folder: Path) -> Iterator[None]:
     Raises:
         BlockDrafterError: one is at work on it, or it cannot be made.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise BlockDrafterError(f"cannot use {folder}: {error.strerror}") from None
-    with _held(descriptor, folder):
+    with _held(folder, folder, os.O_RDONLY):
         try:
             yield
         finally:
@@ -36,12 +31,7 @@ def held_file(path: Path) -> Iterator[None]:
     Raises:
         BlockDrafterError: one is at work on it, or it cannot be made.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise BlockDrafterError(f"cannot use {path}: {error.strerror}") from None
-    with _held(descriptor, path):
+    with _held(path, path.parent, os.O_RDWR | os.O_CREAT):
         try:
             yield
         finally:
@@ -50,8 +40,17 @@ def held_file(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _held(descriptor: int, path: Path) -> Iterator[None]:
-    """The system lets go of it, however this process ends."""
+def _held(path: Path, folder: Path, flags: int) -> Iterator[None]:
+    """With a lock on a path that is opened so, which the system lets go of however we end.
+
+    Args:
+        folder: made if it is not there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        raise BlockDrafterError(f"cannot use {path}: {error.strerror}") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

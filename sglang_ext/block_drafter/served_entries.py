@@ -72,10 +72,8 @@ class ServedEntries:
         entries = count + self._shape.window
         room = torch.empty((self._shape.decoder_layers, 2, entries, self._shape.heads, size))
         memory = RequestMemory(room, count, torch.empty(0))
-        found = self._remembered(
-            states.numpy(), places.numpy(), OF_SOURCE, [memory], [count], np.arange(count)
-        )
-        memory.last = torch.from_numpy(found[-1].copy())
+        slots = np.arange(count)
+        self._remember(states.numpy(), places.numpy(), OF_SOURCE, [memory], [count], slots)
         return memory
 
     def write(self, new: Sequence[tuple[RequestMemory, np.ndarray, Rows]]) -> None:
@@ -87,7 +85,7 @@ class ServedEntries:
                 at most the window.
         """
         memories, counts = [memory for memory, _, _ in new], [len(places) for _, _, places in new]
-        entries = self._remembered(
+        self._remember(
             np.concatenate([tokens for _, tokens, _ in new]),
             np.concatenate([places for _, _, places in new]),
             OF_OUTPUT,
@@ -95,10 +93,8 @@ class ServedEntries:
             counts,
             np.concatenate([m.slots_for(count) for m, count in zip(memories, counts, strict=True)]),
         )
-        for memory, end in zip(memories, np.cumsum(counts).tolist(), strict=True):
-            memory.last = torch.from_numpy(entries[end - 1].copy())
 
-    def _remembered(
+    def _remember(
         self,
         read: np.ndarray,
         places: Rows,
@@ -106,15 +102,15 @@ class ServedEntries:
         memories: Sequence[RequestMemory],
         counts: Sequence[int],
         slots: Rows,
-    ) -> _Floats:
-        """float32[m, width], entries, whose keys and values are written to their slots."""
+    ) -> None:
+        """Write entries' keys and values to their slots, and each memory's last entry."""
         threads = threads_for(len(places))
         if self._of_states is None:
             known = self._embedding[read]
         else:
             states = read.astype(np.float32)
             known = entry_kernel.entries_of_states(states, self._even, self._of_states, threads)
-        entries: _Floats = entry_kernel.remember(
+        entries = entry_kernel.remember(
             known,
             self._norm,
             self._epsilon,
@@ -127,7 +123,8 @@ class ServedEntries:
             slots,
             threads,
         )
-        return entries
+        for memory, end in zip(memories, np.cumsum(counts).tolist(), strict=True):
+            memory.last = torch.from_numpy(entries[end - 1].copy())
 
     def slots_of(
         self, last: Rows, committed: Sequence[int], memories: Sequence[RequestMemory]
